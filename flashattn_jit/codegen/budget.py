@@ -20,6 +20,10 @@ WARP = 32
 MAX_REGISTERS = 255
 """Most registers per thread, on every target."""
 
+SPILL_BYTES = 64
+"""Bytes that a thread may spill outside of matrix products, where that buys a tile of twice the
+keys. Here, because a change of it must change the keys of kernels."""
+
 MAX_WARPS = {"prefill": 8, "few_row": 12}
 """Most warps per multiprocessor that a tile declares. Two per scheduler overlap softmax with matrix
 products; the registers of more warps are better used for larger tiles and hooks. Kernels that wait
@@ -87,8 +91,8 @@ def row_bytes(head_dim: int) -> int:
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of the attention kernel, as its headers lay it out.
 
-    Q's tile and `num_stages` buffers of K and V; then 32 bytes per warp for its loop over the keys
-    (48 if page tables or key lists are looked up), with key lists the logical positions of the
+    Q's tile and `num_stages` buffers of K and V; then 48 bytes per warp for its loop over the keys
+    (64 if page tables or key lists are looked up), with key lists the logical positions of the
     buffers' keys, the scratch of row hooks, and 40 bytes for the work item. The fp32 output rows
     are staged in the space of the buffers, which is enlarged if they need more.
     """
@@ -100,10 +104,10 @@ def shared_bytes(spec: KernelSpec) -> int:
     else:
         used = max(queries + ring, spec.num_warps * 8 * out_row)
     looked_up = "paged" in spec.features or "sparse" in spec.features
-    walk = 48 if looked_up else 32
+    walk = 64 if looked_up else 48
     listed = 0
     if "sparse" in spec.features:
-        turns = spec.num_stages if spec.tile_kind == "few_row" else max(2, spec.num_stages)
+        turns = spec.num_stages if spec.tile_kind == "few_row" else 2
         listed = turns * spec.tile_kv * 4
     temps = row_temps(spec.variant) * 4
     return _up(used, 16) + spec.num_warps * (walk + temps) + listed + _ITEM_BYTES

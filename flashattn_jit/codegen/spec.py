@@ -410,7 +410,8 @@ class BuildRequest:
 
     spec: the canonical JSON of its spec, target included. template: its root template's name below
     templates/. render: returns the source, called on a miss; picklable, as a request may be sent to
-    another process. name: of the variant, for display; no key depends on it.
+    another process. name: of the variant, for display; no key depends on it. spill_bytes: what a
+    thread of a CUDA kernel may spill outside of matrix products before a smaller tile replaces it.
     """
 
     spec: str
@@ -418,3 +419,4 @@ class BuildRequest:
     target: str
     render: Callable[[], str]
     name: str = "variant"
+    spill_bytes: int = 0

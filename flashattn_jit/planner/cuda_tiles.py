@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..codegen.budget import (
     MAX_WARPS,
+    SPILL_BYTES,
     accumulator_registers,
     ctas_per_sm,
     fits,
@@ -42,21 +43,29 @@ class Tile:
 _PREFILL: tuple[tuple[int, tuple[Tile, ...]], ...] = (
     (64, (Tile(128, 128, 4), Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
     (80, (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
-    (128, (Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
+    (128, (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
     (256, (Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 32, 4), Tile(64, 16, 4))),
 )
-"""By the larger head dim, the tiles in order of preference. FlashAttention 2 has twice the keys at
-head_dim 128; with them these kernels spill registers (nvcc 13.0).
+"""By the larger head dim, the tiles in order of preference.
 
-At head_dim 64 the model of machine code (`inspect/machine_code`) predicts, for a turn over 128 keys
-on sm_90, 5803 clocks with one tile of 128 keys and 6562 with two of 64 (plain; causal 5472 and
-6548), on sm_80 6045 and 6232: `python -m tests.cuda.cycles` with this row's first tile and without
-it."""
+They are FlashAttention 2's. At head_dim 128 a multiprocessor of sm_86 and sm_89 holds two blocks
+with 32 keys or one with 64. For these the model of machine code (`inspect/machine_code`) predicts
+109 and 93 TFLOP/s on an A10, 307 and 262 on an L40S (without a mask, nvcc 13.0)."""
 
-_REGISTER_FEATURES = frozenset({"block_mask", "mixed_rows", "sparse"})
-_REGISTER_FEATURES_KV = 64
-"""Keys of a tile at most with these features: they keep values of each row or key in registers, and
-with 128 keys kernels spill (nvcc 13.0: causal at head_dim 64)."""
+_MANY_KEYS, _FEW_KEYS = 64, 32
+
+
+def _most_keys(spec: KernelSpec, widest: int) -> int:
+    """Keys of a prefill tile at most: with more, kernels spill among the products (nvcc 13.0).
+
+    Block masks, key lists and mixed rows keep values of each row or key in registers. sm_100's
+    compiler keeps more values of loops in registers.
+    """
+    if "mixed_rows" in spec.features:
+        return _MANY_KEYS if widest <= _MANY_KEYS else _FEW_KEYS
+    some = "block_mask" in spec.features or "sparse" in spec.features
+    return _MANY_KEYS if some or architecture(spec.target) == "sm_100" else 2 * _MANY_KEYS
+
 
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
 _LAST_RESORT_KV = 16  # few keys between two barriers: only if registers allow no larger tile
@@ -81,7 +90,7 @@ def preferences(rows: int, widest: int, target: str) -> tuple[Tile, ...]:
         if widest > 64:
             tiles = (*(t for t in tiles if t.tile_kv > _LAST_RESORT_KV), Tile(64, 16, 4))
     # Two buffers of 128 keys, of two blocks, fit no smaller shared memory; with one buffer kernels
-    # spill registers.
+    # spill among the products.
     if limits(target).shared_per_sm < 160 << 10:
         tiles = tuple(t for t in tiles if t.tile_kv <= 64)
     # Two blocks of 64 rows fit a multiprocessor on which one of 128 would be alone.
@@ -95,8 +104,8 @@ def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
     kind: TileKind = "few_row" if rows == ROW_CLASSES[0] else "prefill"
     widest = max(padded(spec.head_dim), padded(spec.head_dim_v))
     tiles = preferences(rows, widest, spec.target)
-    if kind == "prefill" and not _REGISTER_FEATURES.isdisjoint(spec.features):
-        tiles = tuple(t for t in tiles if t.tile_kv <= _REGISTER_FEATURES_KV)
+    if kind == "prefill":
+        tiles = tuple(t for t in tiles if t.tile_kv <= _most_keys(spec, widest))
     tiled = (
         replace(
             spec, tile_kind=kind, tile_q=t.tile_q, tile_kv=t.tile_kv, num_warps=t.num_warps,
@@ -166,6 +175,16 @@ def step_down(spec: KernelSpec) -> tuple[KernelSpec, ...]:
         if spare_registers(tile) > spare_registers(steps[-1] if steps else spec):
             steps.append(tile)
     return tuple(steps)
+
+
+def spill_bytes(spec: KernelSpec) -> int:
+    """What a thread may spill outside of products: `SPILL_BYTES` where the tile that would replace
+    `spec` has at most half its keys, else 0.
+
+    Twice the keys halve the barriers, the running maxima and the loads of Q's fragments for a key.
+    """
+    smaller = step_down(spec)[:1]
+    return SPILL_BYTES if smaller and 2 * smaller[0].tile_kv <= spec.tile_kv else 0
 
 
 def spare_registers(spec: KernelSpec) -> int:

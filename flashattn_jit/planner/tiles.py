@@ -500,13 +500,19 @@ def _render(spec: AnySpec) -> str:
 def build_request(spec: AnySpec) -> BuildRequest:
     """The kernel request for one spec, without fallbacks."""
     render = partial(_render, spec)
-    return BuildRequest(spec.document(), spec.template, spec.target, render, name_of(spec))
+    spill_bytes = 0
+    if isinstance(spec, KernelSpec) and is_cuda(spec.target):
+        spill_bytes = cuda_tiles.spill_bytes(spec)
+    return BuildRequest(
+        spec.document(), spec.template, spec.target, render, name_of(spec), spill_bytes
+    )
 
 
 def build_requests(spec: AnySpec) -> tuple[BuildRequest, ...]:
     """The kernel requests for `load_stepping`: `spec`, then its fallbacks on smaller tiles.
 
-    Fallbacks replace a kernel that spills. Only attention kernels of CUDA targets have any.
+    Fallbacks replace a kernel that spills more than it may. Only attention kernels of CUDA targets
+    have any.
     """
     others = fallbacks(spec) if isinstance(spec, KernelSpec) else ()
     return tuple(build_request(s) for s in (spec, *others))

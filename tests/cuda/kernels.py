@@ -11,14 +11,14 @@ from functools import cache
 from pathlib import Path
 
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import BuildRequest, KernelSpec, TileKind
+from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation import nvcc
 from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.compilation.ptxas_report import Report, load_report
 from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.planner.tiles import fallbacks, kernels_by_rows
+from flashattn_jit.planner.tiles import build_requests, fallbacks, kernels_by_rows
 from flashattn_jit.variants.ir.ir import VariantIR
 from flashattn_jit.variants.variant import Dims, as_variant
 from tests.harness import rotation
@@ -121,11 +121,7 @@ def spec_of(name: str, target: str, kind: TileKind) -> KernelSpec:
 def compiled(spec: KernelSpec) -> Compiled:
     """The cache entry of a kernel, compiled as for a call: a spill takes a smaller tile."""
     tiles = (spec, *fallbacks(spec))
-    requests = [
-        BuildRequest(tile.document(), tile.template, tile.target, lambda tile=tile: render(tile))
-        for tile in tiles
-    ]
-    tile, module = load_stepping(requests)
+    tile, module = load_stepping(build_requests(spec))
     return Compiled(tiles[tile], tile, Path(module.path).parent)
 
 

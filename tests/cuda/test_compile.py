@@ -17,6 +17,7 @@ from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.module import load_stepping
+from flashattn_jit.planner.cuda_tiles import spill_bytes
 from flashattn_jit.planner.tiles import build_request, fallbacks
 from tests.cuda.kernels import (
     FEATURE_SETS,
@@ -38,9 +39,10 @@ KERNEL = "fajit_attention_kernel"
 
 
 def assert_clean(kernel: Compiled) -> None:
-    """No spill, no local memory, registers and shared memory within the tile's budget."""
+    """Registers and shared memory within the tile's budget; no local memory, but for spills that
+    buy a tile of twice the keys."""
     report, spec = kernel.report, kernel.spec
-    assert report.complaints() == []
+    assert report.complaints(spill_bytes(spec)) == []
     assert {k.name for k in report.kernels} == {KERNEL, "fajit_merge_kernel"}
     used, budget = report.kernel(KERNEL), report.budgets[KERNEL]
     assert budget.threads == 32 * spec.num_warps

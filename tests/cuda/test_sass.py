@@ -8,8 +8,10 @@ from flashattn_jit.codegen.budget import padded
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS, sm_version
 from flashattn_jit.inspect.machine_code.disassembly import disassemble, nvdisasm
+from flashattn_jit.jit.compilation import cubin
+from flashattn_jit.jit.compilation.loops import JUMPS, count, loops
 from tests.cuda import cycles, digests
-from tests.cuda.kernels import KINDS, Compiled, compiled, spec_of
+from tests.cuda.kernels import KINDS, Compiled, compiled, spec_of, specs
 from tests.harness import rotation
 
 pytestmark = pytest.mark.skipif(
@@ -65,13 +67,45 @@ NAMES = ("causal", "rope", "mix_gemma2")
     ("name", "target"),
     rotation.chosen([(n, t) for n in NAMES for t in CUDA_TARGETS], 7, lambda pair: pair[0]),
 )
-def test_no_kernel_touches_local_memory(name: str, target: str) -> None:
-    kernel = compiled(spec_of(name, target, "prefill"))
-    found = opcodes_of(kernel)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_kernel_touches_local_memory_among_its_products(
+    name: str, target: str, head_dim: int
+) -> None:
+    """The report of the build, which reads the machine code without a disassembler, agrees."""
+    spec = max(specs(name, target, (head_dim, head_dim)), key=lambda s: s.tile_q)
+    kernel = compiled(spec)
+    found = disassemble((kernel.folder / "artifact.so").read_bytes())
     assert set(found) == {"fajit_attention_kernel", "fajit_merge_kernel"}
-    for opcodes in found.values():
-        assert len(opcodes) > 100
-        assert not [code for code in opcodes if code.split(".")[0] in ("LDL", "STL")]
+    for kernel_name, code in found.items():
+        report = kernel.report.kernel(kernel_name)
+        spills = count(code, "LDL", "STL")
+        assert len(code) > 100
+        assert (spills > 0) == (report.stack_bytes > 0)
+        assert 4 * spills >= report.stack_bytes
+        if spills:
+            among = max(loop.spills_among_products for loop in loops(code))
+            assert report.spills_among_products == among == 0
+
+
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+def test_machine_code_is_decoded_as_the_disassembler_does(target: str) -> None:
+    """The few instructions that the rule about spills knows, and where jumps lead."""
+    kinds = [rotation.turn(CUDA_TARGETS.index(target), list(KINDS))[0], "prefill"]
+    for kind in dict.fromkeys(kinds):
+        artifact = (compiled(spec_of("causal", target, kind)).folder / "artifact.so").read_bytes()
+        decoded, expected = cubin.decode(artifact, target), disassemble(artifact)
+        assert set(decoded) == set(expected)
+        for kernel_name, code in expected.items():
+            jumps = {n for n, i in enumerate(code) if i.name in JUMPS}
+            assert [(i.name, i.target, i.always) for i in decoded[kernel_name]] == [
+                (
+                    i.name if i.name in cubin.KNOWN else "",
+                    i.target if n in jumps else None,
+                    i.always,
+                )
+                for n, i in enumerate(code)
+            ]
+            assert {i.name for i in code} >= {"EXIT", "BRA"}
 
 
 @pytest.mark.parametrize(

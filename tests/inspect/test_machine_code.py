@@ -11,10 +11,10 @@ import flashattn_jit as fa
 from benchmarks import sass
 from flashattn_jit.errors import InputError
 from flashattn_jit.inspect.machine_code.disassembly import Instruction, nvdisasm, parse
-from flashattn_jit.inspect.machine_code.loops import loops, once
 from flashattn_jit.inspect.machine_code.multiprocessor import multiprocessor
 from flashattn_jit.inspect.machine_code.prediction import makespan
 from flashattn_jit.inspect.machine_code.simulation import simulate
+from flashattn_jit.jit.compilation.loops import loops, once
 from flashattn_jit.planner.devices import named_hardware
 from tests.harness.toolkit import needs_nvcc
 

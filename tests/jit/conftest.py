@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +43,8 @@ class FakeBuild:
         self.before()
         staging.joinpath("artifact.so").write_text(self.content.format(key=key))
         if "SPILLS" in source:
-            raise SpillError(["the kernel spills"], 0.25)
+            needs = re.search(r"SPILLS (\d+) BYTES", source)
+            raise SpillError(["the kernel spills"], 0.25, int(needs[1]) if needs else None)
         return 0.25
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,16 @@ def test_a_tile_that_does_not_spill_leaves_the_fallbacks_alone(new_cache, fake_b
     place, _ = cache.load_stepping([request(128, "fits"), found(64)])
     assert place == 0
     assert len(fake_build.builds) == 1
+
+
+@pytest.mark.parametrize(("allowed", "place"), [(64, 0), (24, 0), (23, 1), (0, 1)])
+def test_a_spill_that_the_request_allows_keeps_its_tile(
+    new_cache, cache_root: Path, allowed: int, place: int
+) -> None:
+    tile = replace(request(128, "SPILLS 24 BYTES"), spill_bytes=allowed)
+    assert new_cache().load_stepping([tile, request(64, "fits")])[0] == place
+    meta = metas(cache_root)[tile.spec]
+    assert ("complaints" in meta) == ("stepped_down" in meta) == (place == 1)
 
 
 def test_where_every_tile_spills_the_last_is_kept(

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import re
 import shutil
-import struct
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from ...errors import InputError
+from ...jit.compilation.cubin import cubins
+from ...jit.compilation.loops import JUMPS
 
-ELF = b"\x7fELF"
-_CUDA_MACHINE = 190
 _NO_SCOREBOARD = 7
 _FUNCTION = re.compile(r"^\.text\.([\w$.]+):$")
 _LABEL = re.compile(r"^(\.L_\w+):")
@@ -57,6 +55,13 @@ class Instruction:
         """The opcode without modifiers."""
         return self.opcode.split(".", 1)[0]
 
+    @property
+    def always(self) -> bool:
+        """Of a jump: no predicate before it or among its operands."""
+        if self.predicate or self.name not in JUMPS:
+            return False
+        return self.name != "BRA" or self.operands.startswith(("`", "("))
+
 
 @cache
 def nvdisasm() -> str | None:
@@ -65,21 +70,6 @@ def nvdisasm() -> str | None:
         return found
     site = Path(sysconfig.get_path("purelib"))
     return next((str(path) for path in sorted(site.glob("nvidia/*/bin/nvdisasm"))), None)
-
-
-def cubins(artifact: bytes) -> Iterator[bytes]:
-    """The device ELF files that an artifact holds, which nvcc does not compress; or the one that
-    it is."""
-    start = artifact.find(ELF)
-    while start >= 0:
-        machine = struct.unpack_from("<H", artifact, start + 18)[0]
-        if machine == _CUDA_MACHINE:
-            # A cubin ends with its section or its program headers, whichever lie later.
-            program, section = struct.unpack_from("<QQ", artifact, start + 32)
-            sizes = struct.unpack_from("<HHHH", artifact, start + 54)
-            end = max(program + sizes[0] * sizes[1], section + sizes[2] * sizes[3])
-            yield artifact[start : start + end]
-        start = artifact.find(ELF, start + 4)
 
 
 def disassemble(binary: bytes) -> dict[str, tuple[Instruction, ...]]:

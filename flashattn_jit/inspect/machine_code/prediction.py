@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
+from ...jit.compilation.loops import Loop, count, loops, once
 from .disassembly import Instruction
-from .loops import Loop, count, loops, once
 from .multiprocessor import Multiprocessor
 from .simulation import Turn, simulate
 
@@ -25,7 +25,7 @@ FLOPS_OF_PRODUCT = {"1688": 2 * 16 * 8 * 8, "16816": 2 * 16 * 8 * 16}
 class LoopCost:
     """A loop and its simulated turns: the common way and the longest one."""
 
-    loop: Loop
+    loop: Loop[Instruction]
     common: Turn
     longest: Turn
 

@@ -139,7 +139,8 @@ class Builder(Generic[T]):
             compile_s = self.build(source, key.hex, request.target, self.compiler, staging)
         except SpillError as spill:
             compile_s = spill.compile_s
-            meta["complaints"] = list(spill.complaints)
+            if spill.spill_bytes is None or spill.spill_bytes > request.spill_bytes:
+                meta["complaints"] = list(spill.complaints)
         except (BuildFailure, OSError) as failure:
             if can_publish and (reason := _no_room(failure, staging)):
                 raise _NoRoomError(reason) from failure

@@ -222,12 +222,17 @@ class SpillError(BuildFailure):
     """The kernel compiled, but spills registers, which a smaller tile may not.
 
     The staging folder holds a complete entry; `complaints` says what exceeds the budget.
+    spill_bytes: what a request must allow a thread to spill for the kernel to be used; None if that
+    does not suffice.
     """
 
-    def __init__(self, complaints: Sequence[str], compile_s: float) -> None:
+    def __init__(
+        self, complaints: Sequence[str], compile_s: float, spill_bytes: int | None = None
+    ) -> None:
         super().__init__("; ".join(complaints), None)
         self.complaints = tuple(complaints)
         self.compile_s = compile_s
+        self.spill_bytes = spill_bytes
 
 
 def failure(output: str, driver_error: str) -> BuildFailure:

@@ -267,21 +267,22 @@ def build(source: str, key: str, target: str, compiler: Compiler | None, staging
     artifact_bytes = staging.joinpath(ARTIFACT).stat().st_size
     resources: dict[str, Any]
     complaints: list[str] = []
+    spill_bytes: int | None = None
     if is_cuda(target):
         from flashattn_jit.jit.compilation.ptxas_report import read_report
 
         output = nvcc.clean_names(log.read_text(errors="replace"))
         log.write_text(output)
         ptx = nvcc.write_ptx(work, staging / nvcc.PTX, compiler)
-        report = read_report(output, ptx, target)
+        report = read_report(output, ptx, target, staging.joinpath(ARTIFACT).read_bytes())
+        complaints, spill_bytes = report.complaints(), report.spill_bytes
         resources = {"artifact_bytes": artifact_bytes, **asdict(report)}
-        complaints = report.complaints()
     else:
         resources = {"artifact_bytes": artifact_bytes, "stack_bytes": _stack_frames(work)}
     staging.joinpath(RESOURCES).write_text(json.dumps(resources, indent=1) + "\n")
     shutil.rmtree(work)
     if complaints:
-        raise SpillError(complaints, compile_s)
+        raise SpillError(complaints, compile_s, spill_bytes)
     return compile_s
 
 

@@ -108,8 +108,45 @@ def test_what_exceeds_the_budget_is_said(change: dict[str, int], says: str) -> N
     assert check(replace(clean(), **change), Budget(128, 128, 512)) == [says]
 
 
+SPILLED = {
+    "stack_bytes": 24, "spill_store_bytes": 20, "spill_load_bytes": 36, "spills_among_products": 0,
+}  # fmt: skip
+"""A kernel that spills five registers, none among products: its frame is a multiple of 8 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("change", "allowance", "within"),
+    [
+        ({}, 24, True),
+        ({}, 23, False),
+        ({}, 0, False),
+        ({"spills_among_products": 1}, 64, False),
+        ({"spills_among_products": None}, 64, False),  # a kernel without products in loops
+        ({"stack_bytes": 32}, 64, False),  # more than was spilled: an array
+        ({"registers": 129}, 64, False),
+    ],
+)
+def test_spills_outside_of_products_may_be_allowed(
+    change: dict[str, int | None], allowance: int, within: bool
+) -> None:
+    kernel = replace(clean(), **SPILLED | change)
+    budget = Budget(128, 128, 512)
+    assert (check(kernel, budget, allowance) == []) is within
+    report = Report((kernel, clean()), {"k": budget})
+    needs = report.spill_bytes
+    assert needs == (24 if change == {} else None)
+    assert needs is None or report.complaints(needs) == []
+
+
+def test_a_spill_among_products_is_said() -> None:
+    kernel = replace(clean(), **SPILLED | {"spills_among_products": 3})
+    assert (
+        "3 loads and stores among the products of a loop" in check(kernel, Budget(1, 128, 512))[0]
+    )
+
+
 def test_a_report_survives_its_file(tmp_path: Path) -> None:
-    report = read_report(WORDS, PTX, "sm_80")
+    report = read_report(WORDS, PTX, "sm_80", b"")
     path = tmp_path / "resources.json"
     path.write_text(json.dumps({"artifact_bytes": 7, **asdict(report)}))
     assert load_report(path) == report
@@ -122,6 +159,6 @@ def test_serialised_matrix_instructions_are_complaints() -> None:
         "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are "
         "serialized due to insufficient register resources for the wgmma pipeline"
     )
-    report = read_report(f"{line}\n", PTX, "sm_90")
+    report = read_report(f"{line}\n", PTX, "sm_90", b"")
     assert report == Report((), report.budgets, (line,))
     assert report.complaints() == [line]

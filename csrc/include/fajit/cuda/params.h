@@ -2,6 +2,7 @@
 // scalars.
 #pragma once
 #include <fajit/context.h>
+#include <fajit/cuda/attention/units.h>
 
 namespace fajit::cuda {
 
@@ -11,6 +12,7 @@ struct Params {
   fajit_tensor tensors[Config::kTensors > 0 ? Config::kTensors : 1];
   uint64_t scalars[Config::kScalars > 0 ? Config::kScalars : 1];
   typename Hooks::Uniforms uniforms;  // values that the hooks compute from scalars alone
+  Units units;
 
   FAJIT_FN Context context() const { return Context(&args, tensors, scalars, &uniforms); }
 };

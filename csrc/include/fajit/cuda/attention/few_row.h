@@ -33,19 +33,19 @@ class FewRow {
   static_assert(Config::kTileQ == 16, "one block of 16 rows");
   static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the location of one key");
 
-  // Shared memory: Q, the warps' rings, addresses and walks, rings of key list entries, scratch of
-  // row hooks. At the end the warps' states overwrite the rings: [warp][row][kOutPitch] fp32, then
-  // [warp][row] maxima and sums.
+  // Shared memory: Q, the warps' rings, addresses and walk of each warp, rings of key list entries,
+  // scratch of row hooks. At the end the warps' states overwrite the rings: [warp][row][kOutPitch]
+  // fp32, then [warp][row] maxima and sums.
   static constexpr int kQBytes = 16 * QLayout::kRowBytes;
   static constexpr int kKBytes = kKeys * QLayout::kRowBytes;
   static constexpr int kVBytes = kKeys * VLayout::kRowBytes;
   static constexpr int kRingBytes = kStages * (kKBytes + kVBytes);
   static constexpr int kOutPitch = round_up(Config::kDimV, 32) + 8;  // floats
   static constexpr int kStateBytes = kWarps * 16 * (kOutPitch + 2) * 4;
-  static constexpr int kBasesBegin =
+  static constexpr int kWarpsBegin =
       round_up(kQBytes + larger(kWarps * kRingBytes, kStateBytes), 16);
-  static constexpr int kWalkBegin = kBasesBegin + kWarps * KeyRows<Config>::kSharedBytes;
-  static constexpr int kListedBegin = kWalkBegin + kWarps * Walk::kSharedBytes;
+  static constexpr int kWarpBytes = KeyRows<Config>::kSharedBytes + Walk::kSharedBytes;
+  static constexpr int kListedBegin = kWarpsBegin + kWarps * kWarpBytes;
   static constexpr int kListedBytes = Config::kSparse ? kKeys * 4 : 0;  // per tile
   static constexpr int kScratchBegin = kListedBegin + kWarps * kStages * kListedBytes;
 
@@ -53,9 +53,11 @@ class FewRow {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSharedBytes = kScratchBegin + kWarps * Hooks::kRowTemps * 4;
 
-  FAJIT_DEV FewRow(const Context& c, unsigned char* shared, const fajit_work& item)
+  FAJIT_DEV FewRow(const Context& c, const Units& units, unsigned char* shared,
+                   const fajit_work& item)
       : c_(item_context<Config>(c, item)),
         a_(*c.args),
+        units_(units),
         item_(item),
         warp_(ptx::warp_index()),
         lane_(ptx::lane_index()),
@@ -64,16 +66,15 @@ class FewRow {
         q_(shared),
         ring_(shared + kQBytes + warp_ * kRingBytes),
         states_(reinterpret_cast<float*>(shared + kQBytes)),
-        walk_(shared + kWalkBegin + warp_ * Walk::kSharedBytes),
+        walk_(shared + kWarpsBegin + warp_ * kWarpBytes + KeyRows<Config>::kSharedBytes),
         listed_(ptx::shared_address(shared + kListedBegin + warp_ * kStages * kListedBytes)),
         temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
-        keys_(a_, item, kv_h_, shared + kBasesBegin + warp_ * KeyRows<Config>::kSharedBytes),
+        keys_(a_, item, kv_h_, shared + kWarpsBegin + warp_ * kWarpBytes),
         mine_(packed_row<Config::kMixedRows>(a_, item,
                                              min(item.row_begin + lane_ % 16, item.row_end - 1))) {}
 
   FAJIT_DEV void run() {
-    const ThreadRows<Config, Hooks, 1> rows(c_, a_, item_, item_.row_begin);
-    const Units units = units_of<Hooks>(a_.scale);
+    const ThreadRows<Config, Hooks, 1> rows(c_, a_, item_);
     OnlineSoftmax<1> softmax;
     float o[1][kD][4];
 #pragma unroll
@@ -114,13 +115,13 @@ class FewRow {
       float s[1][kN][4];
       multiply_scores<Element, Config::kDim>(s, ptx::shared_address(q_), ptx::shared_address(k));
       if (tiles[0].full) {
-        apply_hooks<false, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tiles[0], walk,
+        apply_hooks<false, Config, Hooks>(s, c_, rows, units_, item_.request, kv_h_, tiles[0], walk,
                                           listed);
       } else {
-        apply_hooks<true, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tiles[0], walk,
+        apply_hooks<true, Config, Hooks>(s, c_, rows, units_, item_.request, kv_h_, tiles[0], walk,
                                          listed);
       }
-      if constexpr (!Hooks::kPointwise) softmax.step(s, o, units.exponent);
+      if constexpr (!Hooks::kPointwise) softmax.step(s, o, units_.exponent);
       multiply_values<Element, Config::kDimV>(o, s, ptx::shared_address(k + kKBytes));
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) tiles[i] = tiles[i + 1];
@@ -133,7 +134,7 @@ class FewRow {
     }
     ptx::wait_copies<0>();
     softmax.finish();
-    share_states(units, softmax, o);
+    share_states(softmax, o);
     write_states();
   }
 
@@ -158,14 +159,16 @@ class FewRow {
           Hooks::query_mod(c_, TileRow<Element, Config::kDim>{q_, r}, temps_, lane_, row.b, row.h,
                            row.q_idx);
         }
+        __syncwarp();
       }
+      if (units_.query != 1.0f) multiply_rows<Element, Config::kDim>(q_, 0, count_, units_.query);
     }
     __syncthreads();
   }
 
   FAJIT_DEV KeyLocation own_location(const KvTile& tile) const {
     if (!tile.valid()) return {0, 0, 0};
-    return keys_.locate(min(tile.begin + lane_ % kKeys, tile.end - 1));
+    return keys_.locate(tile.begin, kKeys, tile.end);
   }
   FAJIT_DEV void load_pair(const KvTile& tile, KeyLocation location, int stage) {
     if (tile.valid()) {
@@ -198,8 +201,7 @@ class FewRow {
   FAJIT_DEV float* tops() const { return states_ + kWarps * 16 * kOutPitch; }
   FAJIT_DEV float* sums() const { return tops() + kWarps * 16; }
 
-  FAJIT_DEV void share_states(const Units& units, const OnlineSoftmax<1>& softmax,
-                              const float (&o)[1][kD][4]) {
+  FAJIT_DEV void share_states(const OnlineSoftmax<1>& softmax, const float (&o)[1][kD][4]) {
     __syncthreads();  // all warps have finished with their rings
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -210,7 +212,7 @@ class FewRow {
       for (int d = 0; d < kD; ++d)
         *reinterpret_cast<float2*>(to + d * 8) = float2{o[0][d][i * 2], o[0][d][i * 2 + 1]};
       if (lane_ % 4 == 0) {
-        tops()[warp_ * 16 + row] = softmax.top[i] * units.exponent;
+        tops()[warp_ * 16 + row] = softmax.top[i] * units_.exponent;
         sums()[warp_ * 16 + row] = softmax.sum[i];
       }
     }
@@ -248,6 +250,7 @@ class FewRow {
 
   const Context c_;
   const fajit_args& a_;
+  const Units& units_;
   const fajit_work& item_;
   const int warp_, lane_;
   const int count_;  // rows

@@ -17,11 +17,12 @@ namespace fajit::cuda {
 constexpr int kItemBytes = sizeof(fajit_work) + 8;
 
 // Runs the items of this block, one after another. All items use the same shared memory.
-template <class Kernel>
-FAJIT_DEV void run_items(const Context& c, unsigned char* shared) {
+template <class Kernel, class Params>
+FAJIT_DEV void run_items(const Params& params, unsigned char* shared) {
   constexpr int kWords = sizeof(fajit_work) / 4;
   static_assert(Kernel::kSharedBytes % 4 == 0 && Kernel::kThreads >= kWords, "copied as words");
-  const fajit_args& a = *c.args;
+  const Context c = params.context();
+  const fajit_args& a = params.args;
   int32_t* const words = reinterpret_cast<int32_t*>(shared + Kernel::kSharedBytes);
   const fajit_work& item = *reinterpret_cast<const fajit_work*>(words);
   const int thread = static_cast<int>(threadIdx.x);
@@ -37,7 +38,7 @@ FAJIT_DEV void run_items(const Context& c, unsigned char* shared) {
       words[kWords + 1] = end;
     }
     __syncthreads();
-    if (item.request >= 0) Kernel(c, shared, item).run();
+    if (item.request >= 0) Kernel(c, params.units, shared, item).run();
     asm volatile("" ::: "memory");  // forces a reload instead of keeping registers
     i = words[kWords];
     end = words[kWords + 1];

@@ -8,7 +8,8 @@
 
 namespace fajit::cuda {
 
-// The location of one key, before strides; the same for K and V.
+// The location of a lane's key, before strides; the same for K and V. Without pages and key lists:
+// that of the first key that its warp loads, from which the others follow.
 struct KeyLocation {
   int32_t page, row;  // row within the page; without pages, from the first stored key
   int32_t key;        // with key lists, the entry: see is_key
@@ -75,23 +76,25 @@ class KeyRows {
     __syncwarp();
   }
 
-  // The location of a position of the item. With pages this reads the page table, with key lists
-  // first the lists: call it early.
-  FAJIT_DEV KeyLocation locate(int32_t position) const {
-    if constexpr (!kLookedUp) return {0, position, 0};
+  // Where the keys of `rows` positions from `first` on are: lane r gets position first + r, but at
+  // most end - 1. With pages this reads the page table, with key lists first the lists: call it
+  // early.
+  FAJIT_DEV KeyLocation locate(int32_t first, int rows, int32_t end) const {
+    if constexpr (!kLookedUp) return {0, first, 0};
+    const int32_t position = min(first + ptx::lane_index() % rows, end - 1);
     uint32_t words[4];
     ptx::load_words(words, bases_ + 16);
-    const int32_t first = static_cast<int32_t>(words[1]);
+    const int32_t stored = static_cast<int32_t>(words[1]);
     KeyLocation location{0, position, position};
     if constexpr (Config::kSparse) {
-      const KeyLists lists(a_, first, static_cast<int32_t>(words[2]));
+      const KeyLists lists(a_, stored, static_cast<int32_t>(words[2]));
       const int32_t block = position / lists.block_size;
       const int64_t key = lists.key(block, position - block * lists.block_size);
-      location.key = lists.holds(key) ? static_cast<int32_t>(key) : ~first;
+      location.key = lists.holds(key) ? static_cast<int32_t>(key) : ~stored;
       location.row = seen_as(location.key);
     }
     if constexpr (Config::kPaged) {
-      const int32_t key = location.row - first, at = key / a_.page_size;
+      const int32_t key = location.row - stored, at = key / a_.page_size;
       const int32_t page = __ldg(a_.page_indices + words[0] + at);
       // An invalid page index must not give an invalid address.
       location.page = page >= 0 && page < a_.num_pages ? page : 0;
@@ -111,8 +114,8 @@ class KeyRows {
     }
   }
 
-  // Copies the rows of kRows keys, whose locations the first kRows lanes hold, into rows
-  // [first_row, first_row + kRows) of a tile. Rows from `count` on become zeros, because 0 times a
+  // Copies the rows of kRows keys, whose locations `locate` gave, into rows [first_row, first_row +
+  // kRows) of a tile. Rows from `count` on become zeros, because 0 times a
   // stale NaN would be NaN. Called by all lanes of a warp.
   template <int kRows>
   FAJIT_DEV void load_keys(unsigned char* tile, int first_row, int count,
@@ -137,7 +140,7 @@ class KeyRows {
       load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, HeldRows{mine});
     } else {
       constexpr int kChunks = Dim / 8;
-      const StridedRows rows{ptx::pointer_from_lane(mine, 0), stride[2]};
+      const StridedRows rows{mine, stride[2]};
       if constexpr (Config::kAligned && ptx::kAsyncCopies && 32 % kChunks == 0 && kRows % 8 == 0 &&
                     kRows * kChunks % 32 == 0) {
         load_strided_rows<HeadDim, Dim, kRows>(tile, first_row, count, rows);

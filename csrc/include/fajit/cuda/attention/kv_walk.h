@@ -3,7 +3,9 @@
 // Every lane classifies one tile by the mask's interval form (and the block mask), so one
 // evaluation serves 32 tiles: a tile proven empty is never loaded, one proven full runs no mask
 // code. Every warp does this separately, which needs no block barrier; its state is in shared
-// memory, because the loop over the keys has no registers to spare.
+// memory, because the loop over the keys has no registers to spare. A loop takes single tiles
+// (`next`) or runs of adjacent ones with the same state (`find_run`), of which the next is found
+// before the one in use ends.
 #pragma once
 #include <fajit/cuda/attention/key_rows.h>
 #include <fajit/cuda/attention/packed_rows.h>
@@ -17,11 +19,23 @@ struct KvTile {
   FAJIT_DEV bool valid() const { return begin < end; }
 };
 
+// `begin` plus `keys`, but at most `end`: the sum may exceed the range of positions.
+FAJIT_DEV int32_t cut(int32_t begin, int32_t keys, int32_t end) {
+  return end - begin < keys ? end : begin + keys;
+}
+
+// Adjacent tiles, all full or all partial.
+struct KvRun {
+  int32_t begin, end;
+  bool full;
+  FAJIT_DEV bool valid() const { return begin < end; }
+};
+
 // Tiles of kKeys keys of an item that start at begin, begin + kStep, ... and end at `end`.
 template <class Config, class Hooks, int kKeys, int kStep>
 class KvWalk {
  public:
-  static constexpr int kSharedBytes = 16;  // a warp
+  static constexpr int kSharedBytes = 32;  // a warp: the state, and the run that was found
 
   FAJIT_DEV KvWalk(const Context& c, const fajit_work& item, int32_t begin, int32_t end,
                    unsigned char* shared)
@@ -30,21 +44,35 @@ class KvWalk {
            0});  // next() classifies the first group too: the code is large
   }
 
+  // Finds the first run.
+  FAJIT_DEV void start_runs() const { find_run(0); }
+
   // The next tile that is not empty; at the end, and on every later call, an invalid one.
-  FAJIT_DEV KvTile next() {
-    State s = load();
-    while (s.visit == 0) {
-      if (s.end - s.group <= 32 * kStep) return {0, 0, false};
-      s.group += 32 * kStep;
-      classify_group(s);
-    }
-    const int i = __ffs(static_cast<int>(s.visit)) - 1;
+  FAJIT_DEV KvTile next() const {
+    State s;
+    if (!next_group(s)) return {0, 0, false};
+    const int i = first_bit(s.visit);
     s.visit &= s.visit - 1;
     store(s);
     const int32_t first = s.group + i * kStep;
-    const int32_t last = min(s.end, first + kKeys);
-    return {first, last, (s.full >> i & 1) != 0 && last - first == kKeys};
+    return {first, cut(first, kKeys, s.end), (s.full >> i & 1) != 0};
   }
+
+  // Takes the run that was found, and finds the one after it: at the end, and on every later call,
+  // an invalid one. Both are kept in shared memory until the next call.
+  FAJIT_DEV KvRun take_run() const {
+    uint32_t words[4];
+    ptx::load_words(words, shared_ + 16);
+    __syncwarp();  // before any lane stores
+    find_run(words[1]);
+    return {static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]), words[2] != 0};
+  }
+  // The end of the run that was taken, the begin of the one that was found, or -1 if that is
+  // invalid.
+  FAJIT_DEV int32_t taken_end() const { return ptx::load_word(shared_ + 28); }
+  FAJIT_DEV int32_t found_begin() const { return ptx::load_word(shared_ + 16); }
+  // The end of the item's positions.
+  FAJIT_DEV int32_t end() const { return ptx::load_word(shared_ + 4); }
 
   // State of the block that holds a key: see fajit_tile_state.
   FAJIT_DEV int block_state(int32_t key) const {
@@ -58,6 +86,38 @@ class KvWalk {
     int32_t group, end;
     uint32_t visit, full;
   };
+  // The state with a tile to visit; false if there is none.
+  FAJIT_DEV bool next_group(State& s) const {
+    s = load();
+    while (s.visit == 0) {
+      if (s.end - s.group <= 32 * kStep) return false;
+      s.group += 32 * kStep;
+      classify_group(s);
+    }
+    return true;
+  }
+  static FAJIT_DEV int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
+
+  FAJIT_DEV void find_run(uint32_t taken_end) const {
+    const KvRun run = next_run();
+    if (ptx::lane_index() == 0)
+      ptx::store_words(shared_ + 16, static_cast<uint32_t>(run.begin),
+                       static_cast<uint32_t>(run.end), run.full, taken_end);
+    __syncwarp();
+  }
+  FAJIT_DEV KvRun next_run() const {
+    State s;
+    if (!next_group(s)) return {-1, -1, false};
+    const int first = first_bit(s.visit);
+    const bool full = (s.full >> first & 1) != 0;
+    const uint32_t same = (s.visit & (full ? s.full : ~s.full)) >> first;
+    const int count = ~same == 0 ? 32 : first_bit(~same);
+    s.visit &= ~((count == 32 ? ~0u : (1u << count) - 1) << first);
+    store(s);
+    const int32_t begin = s.group + first * kStep;
+    return {begin, cut(begin, count * kStep, s.end), full};
+  }
+
   FAJIT_DEV State load() const {
     uint32_t words[4];
     ptx::load_words(words, shared_);
@@ -79,7 +139,7 @@ class KvWalk {
     const int64_t first = int64_t{s.group} + int64_t{ptx::lane_index()} * kStep;
     if (first < s.end) {
       const int32_t k0 = static_cast<int32_t>(first);
-      const int32_t k1 = s.end - k0 < kKeys ? s.end : k0 + kKeys;
+      const int32_t k1 = cut(k0, kKeys, s.end);
       if constexpr (Config::kSparse) {
         state = classify_listed(rows, k0, k1);
       } else {
@@ -87,7 +147,8 @@ class KvWalk {
       }
     }
     s.visit = __ballot_sync(ptx::kAllLanes, state != FAJIT_TILE_EMPTY);
-    s.full = __ballot_sync(ptx::kAllLanes, state == FAJIT_TILE_FULL);
+    // A tile that the end cuts off needs a bounds check.
+    s.full = __ballot_sync(ptx::kAllLanes, state == FAJIT_TILE_FULL && s.end - first >= kKeys);
   }
 
   // Positions [p0, p1) of the key lists, by the hull of their keys.

@@ -9,24 +9,25 @@
 //
 //     A: K loaded, all warps have finished with V.   B: V loaded, all warps have finished with K.
 //
-//   n > 1 stages (a ring of n pairs of buffers)
+//   two stages (two pairs of buffers)
 //
-//     copies     Q K0 V0 .. | K,V n-1         | K,V n
-//     barrier               A                 A
-//     compute                 S, softmax, O     S, softmax, O
+//     copies     Q K0 V0 | K1 V1           | K2 V2
+//     barrier            A                 A
+//     compute              S, softmax, O     S, softmax, O
 //
-//     A: the tile's K and V are loaded, and all warps have finished with the buffer that is filled
-//     next.
+//     A: the tile's K and V are loaded, and all warps have finished with the buffers that are
+//     filled next.
 //
-// query_mod, key_mod and value_mod change rows in shared memory, one warp per row, and add a
-// barrier.
+// query_mod, key_mod and value_mod change rows in shared memory, one warp per row; the last two add
+// a barrier.
 //
 // The key list entries of a tile are written when its keys are loaded, and read after barrier A.
-// With one stage the previous tile is still in use then, so two buffers alternate.
+// The previous tile is still in use then, so two buffers alternate.
 #pragma once
 #include <fajit/cuda/attention/key_rows.h>
 #include <fajit/cuda/attention/state.h>
 #include <fajit/cuda/tile/fragments.h>
+#include <fajit/cuda/tile/store_rows.h>
 
 namespace fajit::cuda {
 
@@ -45,12 +46,14 @@ class Prefill {
   static constexpr int kD = Config::kDimV / 8;                // blocks of 8 dims of V
   static constexpr int kLoadRows = Config::kTileKv / kWarps;  // keys that a warp loads
   static constexpr int kStages = Config::kStages;
+  static_assert(kStages == 1 || kStages == 2, "a turn loads one tile ahead");
   static_assert(kWarpRows == 16 || kWarpRows == 32, "a lane holds one packed row of its warp");
   static_assert(Config::kTileKv % 16 == 0 && Config::kTileKv % kWarps == 0 && kLoadRows <= 32,
                 "keys are loaded by whole warps");
 
-  // Shared memory: Q, then K stages, V stages, addresses and walks, key list entries, scratch of
-  // row hooks. At the end the output states are staged in it, 8 rows of each warp at a time.
+  // Shared memory: Q, then K stages, V stages, addresses and walk of each warp, key list entries,
+  // scratch of row hooks. At the end the output states are staged in it, 8 rows of each warp at a
+  // time.
   static constexpr int kQBytes = Config::kTileQ * QLayout::kRowBytes;
   static constexpr int kKBytes = Config::kTileKv * QLayout::kRowBytes;
   static constexpr int kVBytes = Config::kTileKv * VLayout::kRowBytes;
@@ -58,19 +61,21 @@ class Prefill {
   static constexpr int kTilesBytes = kQBytes + kStages * (kKBytes + kVBytes);
   static constexpr int kOutPitch = round_up(Config::kDimV, 32) + 8;  // floats
   static constexpr int kOutBytes = kWarps * 8 * kOutPitch * 4;
-  static constexpr int kBasesBegin = round_up(larger(kTilesBytes, kOutBytes), 16);
-  static constexpr int kWalkBegin = kBasesBegin + kWarps * Keys::kSharedBytes;
-  static constexpr int kListedBegin = kWalkBegin + kWarps * Walk::kSharedBytes;
+  static constexpr int kWarpsBegin = round_up(larger(kTilesBytes, kOutBytes), 16);
+  static constexpr int kWarpBytes = Keys::kSharedBytes + Walk::kSharedBytes;
+  static constexpr int kListedBegin = kWarpsBegin + kWarps * kWarpBytes;
   static constexpr int kListedBytes = Config::kSparse ? Config::kTileKv * 4 : 0;  // of a tile
-  static constexpr int kScratchBegin = kListedBegin + larger(kStages, 2) * kListedBytes;
+  static constexpr int kScratchBegin = kListedBegin + 2 * kListedBytes;
 
  public:
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSharedBytes = kScratchBegin + kTempBytes;
 
-  FAJIT_DEV Prefill(const Context& c, unsigned char* shared, const fajit_work& item)
+  FAJIT_DEV Prefill(const Context& c, const Units& units, unsigned char* shared,
+                    const fajit_work& item)
       : c_(item_context<Config>(c, item)),
         a_(*c.args),
+        units_(units),
         item_(item),
         warp_(ptx::warp_index()),
         lane_(ptx::lane_index()),
@@ -79,14 +84,13 @@ class Prefill {
         k_(shared + kQBytes),
         v_(shared + kQBytes + kStages * kKBytes),
         scratch_(shared),
-        walk_(shared + kWalkBegin + warp_ * Walk::kSharedBytes),
+        walk_(shared + kWarpsBegin + warp_ * kWarpBytes + Keys::kSharedBytes),
         listed_(ptx::shared_address(shared + kListedBegin)),
         temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
-        keys_(a_, item, kv_h_, shared + kBasesBegin + warp_ * Keys::kSharedBytes) {}
+        keys_(a_, item, kv_h_, shared + kWarpsBegin + warp_ * kWarpBytes) {}
 
   FAJIT_DEV void run() {
-    const ThreadRows<Config, Hooks, kM> rows(c_, a_, item_, item_.row_begin + warp_ * kWarpRows);
-    const Units units = units_of<Hooks>(a_.scale);
+    const ThreadRows<Config, Hooks, kM> rows(c_, a_, item_);
     OnlineSoftmax<kM> softmax;
     float o[kM][kD][4];
 #pragma unroll
@@ -94,15 +98,11 @@ class Prefill {
 #pragma unroll
       for (int d = 0; d < kD; ++d) o[m][d][0] = o[m][d][1] = o[m][d][2] = o[m][d][3] = 0.0f;
 
-    Walk walk(c_, item_, item_.kv_begin, end_of_positions<Config>(a_, item_), walk_);
+    const Walk walk(c_, item_, item_.kv_begin, end_of_positions<Config>(a_, item_), walk_);
     load_queries();
-    if constexpr (kStages == 1) {
-      run_single(walk, rows, units, softmax, o);
-    } else {
-      run_ring(walk, rows, units, softmax, o);
-    }
+    run_tiles(walk, rows, softmax, o);
     softmax.finish();
-    write_states(rows, units, softmax, o);
+    write_states(rows, softmax, o);
   }
 
  private:
@@ -123,26 +123,27 @@ class Prefill {
         q_, warp_ * kWarpRows, own_rows(), HeldRows{from});
   }
 
-  // The location of this lane's key among the keys that its warp loads.
+  // The location of the keys that this warp loads.
   FAJIT_DEV KeyLocation own_location(const KvTile& tile) const {
-    return keys_.locate(min(tile.begin + warp_ * kLoadRows + lane_ % kLoadRows, tile.end - 1));
+    return keys_.locate(tile.begin + warp_ * kLoadRows, kLoadRows, tile.end);
   }
   FAJIT_DEV int own_keys(const KvTile& tile) const {
     return tile.end - tile.begin - warp_ * kLoadRows;
   }
-  // `turn`: the buffer for the key list entries.
-  FAJIT_DEV void load_keys(const KvTile& tile, KeyLocation location, int stage, int turn) {
-    keys_.template store_listed<kLoadRows>(listed(turn) + warp_ * kLoadRows * 4, own_keys(tile),
-                                           location);
-    keys_.template load_keys<kLoadRows>(k_ + stage * kKBytes, warp_ * kLoadRows, own_keys(tile),
-                                        location);
+  // count: the keys among those of this warp that exist. turn: the buffer for the key list entries.
+  FAJIT_DEV void load_keys(int count, KeyLocation location, int stage, int turn) {
+    keys_.template store_listed<kLoadRows>(listed(turn) + warp_ * kLoadRows * 4, count, location);
+    keys_.template load_keys<kLoadRows>(k_ + stage * kKBytes, warp_ * kLoadRows, count, location);
   }
-  FAJIT_DEV void load_values(const KvTile& tile, KeyLocation location, int stage) {
-    keys_.template load_values<kLoadRows>(v_ + stage * kVBytes, warp_ * kLoadRows, own_keys(tile),
-                                          location);
+  FAJIT_DEV void load_values(int count, KeyLocation location, int stage) {
+    keys_.template load_values<kLoadRows>(v_ + stage * kVBytes, warp_ * kLoadRows, count, location);
   }
 
-  FAJIT_DEV void change_queries() {
+  // What happens to Q before the first product; each warp changes its own rows.
+  FAJIT_DEV void finish_queries() {
+    if (!Hooks::kQueryMod && units_.query == 1.0f) return;
+    ptx::wait_copies<0>();
+    __syncwarp();
     if constexpr (Hooks::kQueryMod) {
       const PackedRow mine = own_row();
       for (int r = 0; r < min(own_rows(), kWarpRows); ++r) {
@@ -152,6 +153,10 @@ class Prefill {
       }
       __syncwarp();
     }
+    if (units_.query != 1.0f)
+      multiply_rows<Element, Config::kDim>(q_, warp_ * kWarpRows, min(own_rows(), kWarpRows),
+                                           units_.query);
+    __syncwarp();
   }
   FAJIT_DEV uint32_t listed(int turn) const { return listed_ + turn * kListedBytes; }
   FAJIT_DEV void change_keys(const KvTile& tile, int stage, int turn) {
@@ -179,133 +184,168 @@ class Prefill {
         ptx::shared_address(k_ + stage * kKBytes));
   }
 
+  // Runs of full tiles and runs of partial ones have a loop each, whose body has no branch on the
+  // tile's state and keeps nothing of the walk in registers.
   template <class Rows>
-  FAJIT_DEV void weigh(float (&s)[kM][kN][4], const KvTile& tile, const Rows& rows,
-                       const Units& units, const Walk& walk, int turn, OnlineSoftmax<kM>& softmax,
-                       float (&o)[kM][kD][4]) {
-    if (tile.full) {
-      apply_hooks<false, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tile, walk,
-                                        listed(turn));
-    } else {
-      apply_hooks<true, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tile, walk,
-                                       listed(turn));
-    }
-    if constexpr (!Hooks::kPointwise) softmax.step(s, o, units.exponent);
-  }
-
-  template <class Rows>
-  FAJIT_DEV void run_single(Walk& walk, const Rows& rows, const Units& units,
-                            OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
-    KvTile tile = walk.next();
-    KeyLocation location = tile.valid() ? own_location(tile) : KeyLocation{};
-    int turn = 0;
-    if (tile.valid()) load_keys(tile, location, 0, turn);
+  FAJIT_DEV void run_tiles(const Walk& walk, const Rows& rows, OnlineSoftmax<kM>& softmax,
+                           float (&o)[kM][kD][4]) {
+    walk.start_runs();
+    KeyLocation kept{};
+    keep_location(walk.found_begin(), walk, kept);
+    load_ahead(walk.found_begin(), walk, kept, 0);
     ptx::commit_copies();
-    bool first = true;
-    while (tile.valid()) {
-      ptx::wait_copies<0>();
-      __syncthreads();
-      if (first) change_queries();
-      first = false;
-      load_values(tile, location, 0);
-      ptx::commit_copies();
-      // A page look-up is started before the product, which hides its latency. Plain arithmetic is
-      // done after it: its result would only occupy registers.
-      KvTile next{};
-      if constexpr (Keys::kLookedUp) {
-        next = walk.next();
-        if (next.valid()) location = own_location(next);
+    finish_queries();
+    int turn = 0;
+#pragma unroll 1
+    for (;;) {
+      const KvRun run = walk.take_run();
+      if (!run.valid()) break;
+      if (run.full) {
+        attend<false>(run.begin, turn, kept, walk, rows, softmax, o);
+      } else {
+        attend<true>(run.begin, turn, kept, walk, rows, softmax, o);
       }
-      change_keys(tile, 0, turn);
-      float s[kM][kN][4];
-      score(s, 0);
-      ptx::wait_copies<0>();
-      __syncthreads();
-      if constexpr (!Keys::kLookedUp) {
-        next = walk.next();
-        if (next.valid()) location = own_location(next);
-      }
-      if (next.valid()) load_keys(next, location, 0, turn ^ 1);
-      ptx::commit_copies();
-      change_values(tile, 0, turn);
-      weigh(s, tile, rows, units, walk, turn, softmax, o);
-      multiply_values<Element, Config::kDimV>(o, s, ptx::shared_address(v_));
-      tile = next;
-      turn ^= 1;
     }
     ptx::wait_copies<0>();
   }
 
-  template <class Rows>
-  FAJIT_DEV void run_ring(Walk& walk, const Rows& rows, const Units& units,
-                          OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
-    constexpr int kAhead = kStages - 1;
-    KvTile tiles[kAhead + 1];  // the one in use, and those in flight
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      tiles[i] = walk.next();
-      load_pair(tiles[i], i);
-    }
-    int stage = 0;
-    bool first = true;
-    while (tiles[0].valid()) {
-      ptx::wait_copies<kAhead - 1>();
+  // Attends to the tiles of a run, the first of which is in flight; starts the copies of the first
+  // tile of the next run at the last one. turn: counts tiles, modulo 2. kept: see kKeepsLocation.
+  template <bool kMasked, class Rows>
+  FAJIT_DEV void attend(int32_t begin, int& turn, KeyLocation& kept, const Walk& walk,
+                        const Rows& rows, OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
+    bool more;
+#pragma unroll 1
+    do {
+      const KvTile tile =
+          kMasked ? tile_at(begin, walk) : KvTile{begin, begin + Config::kTileKv, true};
+      const int stage = kStages == 1 ? 0 : turn;
+      ptx::wait_copies<0>();
       __syncthreads();
-      tiles[kAhead] = walk.next();
-      load_pair(tiles[kAhead], stage == 0 ? kStages - 1 : stage - 1);
-      if (first) change_queries();
-      first = false;
-      change_keys(tiles[0], stage, stage);
-      change_values(tiles[0], stage, stage);
+      if constexpr (kStages == 1) {
+        load_values(kMasked ? own_keys(tile) : kLoadRows,
+                    kKeepsLocation ? kept : own_location(tile), 0);
+        keep_location(next_tile(begin, walk), walk, kept);
+      } else {
+        load_ahead(next_tile(begin, walk), walk, kept, turn ^ 1);
+      }
+      ptx::commit_copies();
+      change_keys(tile, stage, turn);
       float s[kM][kN][4];
       score(s, stage);
-      weigh(s, tiles[0], rows, units, walk, stage, softmax, o);
+      if constexpr (kStages == 1) {
+        ptx::wait_copies<0>();
+        __syncthreads();
+        load_ahead(next_tile(begin, walk), walk, kept, turn ^ 1);
+        ptx::commit_copies();
+      }
+      change_values(tile, stage, turn);
+      apply_hooks<kMasked, Config, Hooks>(s, c_, rows, units_, item_.request, kv_h_, tile, walk,
+                                          listed(turn));
+      if constexpr (!Hooks::kPointwise) softmax.step(s, o, units_.exponent);
       multiply_values<Element, Config::kDimV>(o, s, ptx::shared_address(v_ + stage * kVBytes));
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) tiles[i] = tiles[i + 1];
-      stage = stage == kStages - 1 ? 0 : stage + 1;
-    }
-    ptx::wait_copies<0>();
+      turn ^= 1;
+      more = has_next(begin, walk);
+      begin += Config::kTileKv;
+    } while (more);
   }
 
-  FAJIT_DEV void load_pair(const KvTile& tile, int stage) {
-    if (tile.valid()) {
-      const KeyLocation location = own_location(tile);
-      load_keys(tile, location, stage, stage);
-      load_values(tile, location, stage);
-    }
-    ptx::commit_copies();
+  FAJIT_DEV static KvTile tile_at(int32_t begin, const Walk& walk) {
+    return {begin, cut(begin, Config::kTileKv, walk.end()), false};
   }
+  // Whether the run that was taken goes on after the tile at `begin`.
+  FAJIT_DEV static bool has_next(int32_t begin, const Walk& walk) {
+    return walk.taken_end() - begin > Config::kTileKv;
+  }
+  // The begin of the tile after the one at `begin`; -1 if there is none.
+  FAJIT_DEV static int32_t next_tile(int32_t begin, const Walk& walk) {
+    return has_next(begin, walk) ? begin + Config::kTileKv : walk.found_begin();
+  }
+  // With one stage a location that is looked up serves the keys of a tile, and a barrier later its
+  // values. The look-up starts before the product of the tile before it, which hides its latency.
+  static constexpr bool kKeepsLocation = kStages == 1 && Keys::kLookedUp;
+  FAJIT_DEV void keep_location(int32_t begin, const Walk& walk, KeyLocation& kept) const {
+    if (kKeepsLocation && begin >= 0) kept = own_location(tile_at(begin, walk));
+  }
+  // Starts the copies of the tile of the next turn: its keys, with two stages its values too.
+  FAJIT_DEV void load_ahead(int32_t begin, const Walk& walk, const KeyLocation& kept, int turn) {
+    if (begin < 0) return;
+    const KeyLocation location = kKeepsLocation ? kept : own_location(tile_at(begin, walk));
+    const int32_t left = walk.end() - begin;
+    if (left >= Config::kTileKv) {
+      load_turn(kLoadRows, location, turn);  // without bounds checks
+    } else {
+      load_turn(left - warp_ * kLoadRows, location, turn);
+    }
+  }
+  FAJIT_DEV void load_turn(int count, const KeyLocation& location, int turn) {
+    load_keys(count, location, kStages == 1 ? 0 : turn, turn);
+    if constexpr (kStages == 2) load_values(count, location, turn);
+  }
+
+  // Final rows that no hook changes are packed to 16 bits in the warp's own rows of Q, whose layout
+  // has room for those of V, and written 16 bytes a lane. Other states are staged as fp32 rows.
+  static constexpr bool kPacksRows =
+      Config::kAligned && !Hooks::kOutputMod && VLayout::kRowBytes <= QLayout::kRowBytes;
 
   template <class Rows>
-  FAJIT_DEV void write_states(const Rows& rows, const Units& units,
-                              const OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
+  FAJIT_DEV void write_states(const Rows& rows, const OnlineSoftmax<kM>& softmax,
+                              float (&o)[kM][kD][4]) {
     const StateWriter<Config, Hooks> writer{c_, emit_of(a_, item_.partial)};
+    const bool packs = kPacksRows && writer.emit == Emit::kFinal;
     const PackedRow mine = own_row();
-    float* const out = reinterpret_cast<float*>(scratch_) + warp_ * 8 * kOutPitch;
-    __syncthreads();  // all warps have finished with the tiles
+    unsigned char* const packed = q_ + warp_ * kWarpRows * QLayout::kRowBytes;
+    float* const staged = reinterpret_cast<float*>(scratch_) + warp_ * 8 * kOutPitch;
+    if (packs) {
+      __syncwarp();  // all lanes have finished with the warp's Q
+    } else {
+      __syncthreads();  // all warps have finished with the tiles
+    }
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const Normalized n =
-          writer.normalizer(softmax.top[i] * units.exponent, softmax.sum[i], rows.at(i));
-      float* const row_out = out + lane_ / 4 * kOutPitch + lane_ % 4 * 2;
+          writer.normalizer(softmax.top[i] * units_.exponent, softmax.sum[i], rows.at(i));
+#pragma unroll
+      for (int d = 0; d < kD; ++d) {
+        o[i / 2][d][i % 2 * 2] *= n.factor;
+        o[i / 2][d][i % 2 * 2 + 1] *= n.factor;
+      }
+      if (packs) {
+        const int r = i * 8 + lane_ / 4;
+        if (lane_ % 4 == 0 && r < own_rows()) writer.write_lse(item_, rows.at(i), n.lse);
+#pragma unroll
+        for (int d = 0; d < kD; ++d)
+          *reinterpret_cast<uint32_t*>(packed + VLayout::offset(r, d) + lane_ % 4 * 4) =
+              Element::pack(o[i / 2][d][i % 2 * 2], o[i / 2][d][i % 2 * 2 + 1]);
+        continue;
+      }
+      float* const row_out = staged + lane_ / 4 * kOutPitch + lane_ % 4 * 2;
 #pragma unroll
       for (int d = 0; d < kD; ++d)
         *reinterpret_cast<float2*>(row_out + d * 8) =
-            float2{o[i / 2][d][i % 2 * 2] * n.factor, o[i / 2][d][i % 2 * 2 + 1] * n.factor};
+            float2{o[i / 2][d][i % 2 * 2], o[i / 2][d][i % 2 * 2 + 1]};
       __syncwarp();
       for (int r = 0; r < 8 && i * 8 + r < own_rows(); ++r) {
         const PackedRow row = row_from_lane(mine, i * 8 + r);
-        const int64_t packed = int64_t{warp_} * kWarpRows + i * 8 + r;
-        writer.write_row(item_, row, item_.partial + packed, out + r * kOutPitch,
-                         ptx::from_lane(n.lse, r * 4), temps_);
+        const int64_t split = item_.partial + int64_t{warp_} * kWarpRows + i * 8 + r;
+        writer.write_row(item_, row, split, staged + r * kOutPitch, ptx::from_lane(n.lse, r * 4),
+                         temps_);
       }
       __syncwarp();
+    }
+    if constexpr (kPacksRows) {
+      if (!packs) return;
+      __syncwarp();
+      store_rows<Config::kHeadDimV, Config::kDimV, kWarpRows>(
+          static_cast<uint16_t*>(a_.out) +
+              row_offset<Config::kMixedRows>(a_, item_, mine, a_.out_stride),
+          own_rows(), packed);
     }
   }
 
   const Context c_;
   const fajit_args& a_;
+  const Units& units_;
   const fajit_work& item_;
   const int warp_, lane_;
   const int32_t kv_h_;

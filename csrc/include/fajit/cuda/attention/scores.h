@@ -4,26 +4,14 @@
 // keys, two adjacent ones (2(l%4), + 1): see ptx/matrix.h.
 #pragma once
 #include <fajit/cuda/attention/kv_walk.h>
+#include <fajit/cuda/attention/units.h>
 
 namespace fajit::cuda {
 
-constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 #define FAJIT_INF __int_as_float(0x7f800000)
 
-// Scores are multiplied by `multiplier` before the softmax, and by `exponent` inside of it: 2^(s *
-// exponent - max).
-//   score_mod or pointwise   natural units first: (scale, log2 e)
-//   scale > 0                folded into the exponent's multiply-add: (1, scale log2 e)
-//   else                     folding would turn the maximum into a minimum: (scale log2 e, 1)
-struct Units { float multiplier, exponent; };
-template <class Hooks>
-FAJIT_DEV Units units_of(float scale) {
-  if constexpr (Hooks::kScore || Hooks::kPointwise) return {scale, kLog2e};
-  if (scale > 0.0f) return {1.0f, scale * kLog2e};
-  return {scale * kLog2e, 1.0f};
-}
-
-// The query rows of a thread: rows l/4 and l/4 + 8 of each block of 16 that its warp holds.
+// The query rows of a thread: rows l/4 and l/4 + 8 of each block of 16 that its warp holds. The
+// tile's rows are split among the warps, unless one warp holds all of them: then every warp does.
 //
 // The hooks' values of a row are kept in registers where there is a score_mod, which every tile
 // runs. With a mask alone they are recomputed in the few partial tiles, which saves registers in
@@ -33,16 +21,18 @@ class ThreadRows {
  public:
   using Row = decltype(Hooks::rows(Context{}, int32_t{}, int32_t{}, int32_t{}));
 
-  // `begin`: the warp's first packed row. Rows past the item's end repeat its last one.
-  FAJIT_DEV ThreadRows(const Context& c, const fajit_args& a, const fajit_work& item, int32_t begin)
-      : c_(c), a_(a), item_(item), begin_(begin) {
+  FAJIT_DEV ThreadRows(const Context& c, const fajit_args& a, const fajit_work& item)
+      : c_(c), a_(a), item_(item) {
     if constexpr (kKept)
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i) kept_[i] = make(i);
   }
 
+  // Rows past the item's end repeat its last one.
   FAJIT_DEV PackedRow at(int i) const {
-    const int32_t p = begin_ + i * 8 + ptx::lane_index() / 4;
+    constexpr int kWarpRows = 16 * kM;
+    const int thread = ptx::thread_here(), warp = Config::kTileQ > kWarpRows ? thread / 32 : 0;
+    const int32_t p = item_.row_begin + warp * kWarpRows + i * 8 + thread % 32 / 4;
     return packed_row<Config::kMixedRows>(a_, item_, min(p, item_.row_end - 1));
   }
   FAJIT_DEV Row row(int i) const {
@@ -60,7 +50,6 @@ class ThreadRows {
   const Context c_;
   const fajit_args& a_;
   const fajit_work& item_;
-  const int32_t begin_;
   Row kept_[kKept ? 2 * kM : 1];
 };
 
@@ -81,7 +70,7 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
                            [[maybe_unused]] uint32_t listed) {
   constexpr bool kNatural = Hooks::kScore || Hooks::kPointwise;
   constexpr bool kReadsKeys = Hooks::kScore || (kMasked && Hooks::kMask);
-  if (!kNatural && !kMasked && units.multiplier == 1.0f) return;
+  if constexpr (!kNatural && !kMasked) return;
   using Row = typename ThreadRows<Config, Hooks, kM>::Row;
   [[maybe_unused]] Row row[2 * kM];
   [[maybe_unused]] PackedRow packed[2 * kM];
@@ -119,7 +108,7 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
         float& x = s[i / 2][n][i % 2 * 2 + j];
         if constexpr (kReadsKeys && Config::kMixedRows)
           key = Hooks::keys(c, packed[i].b, kv_h, kv_idx);
-        x *= units.multiplier;
+        if constexpr (kNatural) x *= units.score;
         if constexpr (Hooks::kScore) x = Hooks::score(c, x, row[i], key);
         if constexpr (Hooks::kPointwise) {
           x = Hooks::pointwise(c, x);

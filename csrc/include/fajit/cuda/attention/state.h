@@ -47,6 +47,15 @@ struct StateWriter {
     return normalize(top2, sum);
   }
 
+  // The lse of a row, by one thread, in every form but that of split states.
+  template <class Item>
+  FAJIT_DEV void write_lse(const Item& item, const PackedRow& row, float lse) const {
+    const fajit_args& a = *c.args;
+    if constexpr (!Hooks::kPointwise)
+      if ((a.flags & FAJIT_WRITE_LSE) != 0)
+        a.lse[row_offset<Config::kMixedRows>(a, item, row, a.lse_stride)] = lse;
+  }
+
   // One warp writes one row: `values`, normalised fp32 in shared memory, may be changed.
   // `split_row`: row of the split state. `temps`: the warp's scratch for row hooks.
   template <class Item>
@@ -59,9 +68,7 @@ struct StateWriter {
       if (!Hooks::kPointwise && lane == 0) a.partial_lse[split_row] = lse;
       return;
     }
-    if constexpr (!Hooks::kPointwise)
-      if ((a.flags & FAJIT_WRITE_LSE) != 0 && lane == 0)
-        a.lse[row_offset<Config::kMixedRows>(a, item, row, a.lse_stride)] = lse;
+    if (lane == 0) write_lse(item, row, lse);
     const int64_t at = row_offset<Config::kMixedRows>(a, item, row, a.out_stride);
     if (emit == Emit::kUnfinalized) {
       store_floats(static_cast<float*>(a.out) + at, values);

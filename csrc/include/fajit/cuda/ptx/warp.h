@@ -6,14 +6,20 @@ namespace fajit::ptx {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
+// The thread's index in its block, read again at each use, so that nothing computed from it stays
+// in registers across a loop.
+FAJIT_DEV int thread_here() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // NVVM for sm_100 and later hoists everything computed from the lane out of all loops and keeps it
 // in registers, up to 30 with a loop over work items (nvcc 13.0). There the index is read again at
 // each use; ptxas keeps 13 to 22 of these reads in a kernel.
 FAJIT_DEV int lane_index() {
 #if __CUDA_ARCH__ >= 1000
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread & 31;
+  return thread_here() & 31;
 #else
   return static_cast<int>(threadIdx.x & 31);
 #endif

@@ -33,11 +33,11 @@ FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k) {
     uint32_t a[kM][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m)
-      ptx::load_matrices(a[m], Layout::step(q_lane + m * 16 * Layout::kRowBytes, chunk));
+      ptx::load_matrices(a[m], Layout::step(q_lane, chunk) + m * 16 * Layout::kRowBytes);
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
       uint32_t b[4];
-      ptx::load_matrices(b, Layout::step(k_lane + n * 8 * Layout::kRowBytes, chunk));
+      ptx::load_matrices(b, Layout::step(k_lane, chunk) + n * 8 * Layout::kRowBytes);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         ptx::multiply_add<Element>(s[m][n], a[m], b[0], b[1]);
@@ -68,7 +68,7 @@ FAJIT_DEV void multiply_values(float (&o)[kM][DimV / 8][4], const float (&s)[kM]
 #pragma unroll
     for (int d = 0; d < DimV / 8; d += 2) {
       uint32_t b[4];
-      ptx::load_matrices_transposed(b, Layout::step(v_lane + n * 8 * Layout::kRowBytes, d));
+      ptx::load_matrices_transposed(b, Layout::step(v_lane, d) + n * 8 * Layout::kRowBytes);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         ptx::multiply_add<Element>(o[m][d], a[m], b[0], b[1]);

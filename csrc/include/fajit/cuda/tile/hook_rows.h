@@ -21,6 +21,16 @@ struct TileRow {
   }
 };
 
+// Multiplies rows of a tile by a factor. Called by all lanes of a warp.
+template <class Element, int Dim>
+FAJIT_DEV void multiply_rows(unsigned char* tile, int first_row, int rows, float factor) {
+#pragma unroll 1
+  for (int i = ptx::lane_index(); i < rows * Dim; i += 32) {
+    const TileRow<Element, Dim> row{tile, first_row + i / Dim};
+    row.write(i % Dim, row[i % Dim] * factor);
+  }
+}
+
 // A row of contiguous floats.
 struct FloatRow {
   float* values;

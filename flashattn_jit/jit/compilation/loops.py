@@ -4,23 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from .disassembly import Instruction
 
-Code = Sequence[Instruction]
+class Operation(Protocol):
+    """What the control flow of an instruction depends on.
+
+    name: the opcode without modifiers. target: the index of the instruction that it jumps to.
+    always: of a jump, whether every warp takes it.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def target(self) -> int | None: ...
+    @property
+    def always(self) -> bool: ...
+
+
+Op = TypeVar("Op", bound=Operation)
+
+JUMPS = ("BRA", "EXIT", "RET", "BRX")
+"""Instructions that end a basic block."""
+
 _SPILLS = ("LDL", "STL")
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(Generic[Op]):
     """A loop with matrix instructions.
 
     common: the instructions of one turn that multiplies and copies as much as any, on the shortest
     way: no tile is masked, no maximum rises. longest: the same on the longest way.
     """
 
-    common: tuple[Instruction, ...]
-    longest: tuple[Instruction, ...]
+    common: tuple[Op, ...]
+    longest: tuple[Op, ...]
 
     @property
     def products(self) -> int:
@@ -39,12 +58,12 @@ class Loop:
         return count(self.longest[at[0] : at[-1]], *_SPILLS)
 
 
-def count(code: Iterable[Instruction], *names: str) -> int:
+def count(code: Iterable[Operation], *names: str) -> int:
     """How many instructions have one of the names."""
     return sum(i.name in names for i in code)
 
 
-def loops(code: Code) -> list[Loop]:
+def loops(code: Sequence[Op]) -> list[Loop[Op]]:
     """The innermost loops of a kernel that have matrix instructions, in order of address."""
     graph = _Graph(code)
     found = []
@@ -55,7 +74,7 @@ def loops(code: Code) -> list[Loop]:
     return found
 
 
-def once(code: Code) -> tuple[Instruction, ...]:
+def once(code: Sequence[Op]) -> tuple[Op, ...]:
     """A way from a kernel's entry to its end that makes one turn at most of each loop: the most
     matrix instructions, then the most copies, then the fewest instructions."""
     return _Graph(code).way(0, None, -1)
@@ -72,10 +91,10 @@ class _Block:
 _Score = tuple[int, int, int]
 
 
-class _Graph:
+class _Graph(Generic[Op]):
     """The control flow of a kernel. Blocks are named by the index of their first instruction."""
 
-    def __init__(self, code: Code) -> None:
+    def __init__(self, code: Sequence[Op]) -> None:
         self._code = code
         self._blocks = _blocks(code)
         self._before: dict[int, list[int]] = {}
@@ -131,7 +150,7 @@ class _Graph:
         """Whether one of the blocks has a matrix instruction."""
         return any(count(self._code[s : self._blocks[s].end], "HMMA") for s in body)
 
-    def way(self, header: int, body: frozenset[int] | None, sign: int) -> tuple[Instruction, ...]:
+    def way(self, header: int, body: frozenset[int] | None, sign: int) -> tuple[Op, ...]:
         """One turn of a loop; without a body, a way to the kernel's end.
 
         The most matrix instructions, then the most copies; then, by the sign, the fewest or the
@@ -168,10 +187,10 @@ class _Graph:
         return self._code[self._blocks[start].end - 1].name == "EXIT"
 
 
-def _blocks(code: Code) -> dict[int, _Block]:
+def _blocks(code: Sequence[Operation]) -> dict[int, _Block]:
     starts = {0}
     for n, i in enumerate(code):
-        if i.name in ("BRA", "EXIT", "RET", "BRX"):
+        if i.name in JUMPS:
             starts.add(n + 1)
         if i.target is not None:
             starts.add(i.target)
@@ -180,17 +199,8 @@ def _blocks(code: Code) -> dict[int, _Block]:
     for start, end in zip(ordered, [*ordered[1:], len(code)], strict=True):
         last = code[end - 1]
         after = [last.target] if last.name == "BRA" and last.target is not None else []
-        ends = last.name in ("BRA", "EXIT", "RET", "BRX") and _always(last)
+        ends = last.name in JUMPS and last.always
         if not ends and end < len(code):
             after.append(end)
         blocks[start] = _Block(end, tuple(after))
     return blocks
-
-
-def _always(jump: Instruction) -> bool:
-    """Whether a jump is taken by every warp: no predicate before it or among its operands."""
-    return (
-        not jump.predicate
-        and jump.operands.startswith(("`", "("))
-        or (jump.name in ("EXIT", "RET", "BRX") and not jump.predicate)
-    )
