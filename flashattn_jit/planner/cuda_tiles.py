@@ -53,18 +53,19 @@ with 32 keys or one with 64. For these the model of machine code (`inspect/machi
 109 and 93 TFLOP/s on an A10, 307 and 262 on an L40S (without a mask, nvcc 13.0)."""
 
 _MANY_KEYS, _FEW_KEYS = 64, 32
+_REGISTER_FEATURES = frozenset({"block_mask", "sparse", "unaligned"})
 
 
 def _most_keys(spec: KernelSpec, widest: int) -> int:
     """Keys of a prefill tile at most: with more, kernels spill among the products (nvcc 13.0).
 
-    Block masks, key lists and mixed rows keep values of each row or key in registers. sm_100's
-    compiler keeps more values of loops in registers.
+    Block masks, key lists and mixed rows keep values of each row or key in registers, loads of
+    unaligned rows the values themselves. For sm_100 the compiler keeps more values of loops.
     """
     if "mixed_rows" in spec.features:
         return _MANY_KEYS if widest <= _MANY_KEYS else _FEW_KEYS
-    some = "block_mask" in spec.features or "sparse" in spec.features
-    return _MANY_KEYS if some or architecture(spec.target) == "sm_100" else 2 * _MANY_KEYS
+    needed = not _REGISTER_FEATURES.isdisjoint(spec.features)
+    return _MANY_KEYS if needed or architecture(spec.target) == "sm_100" else 2 * _MANY_KEYS
 
 
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))

@@ -152,6 +152,16 @@ def test_storage_that_begins_with_a_later_key(kind: str, paged: bool) -> None:
     batch.check(batch.own_keys)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_up_to_the_largest_that_there_are(kind: str) -> None:
+    """No sum of a position and the keys of a tile may overflow."""
+    rows, end = (3 if kind == "few_row" else 35), 2**31 - 1
+    batch = Batch([Request(rows, end, end - rows, end - 230)], kind, "sm_80")
+    items = [Item(0, head, begin, last, end - 230, end) for head, begin, last in batch.tiles(0)]
+    batch.launch([item.words() for item in items]).run()
+    batch.check(batch.own_keys)
+
+
 def sharing(kind: str, target: str, paged: bool) -> tuple[Batch, ByHand, Callable[..., Any]]:
     """Two levels: shared keys, and each request's own keys, which follow the shared ones."""
     q_lens = (2, 1, 4, 1) if kind == "few_row" else (9, 4, 30, 1)
