@@ -54,6 +54,7 @@ _VARIANTS: dict[str, Variant] = {
     "ALiBi": fa.ALiBi(),
     "window 4096": fa.SlidingWindow(4096),
     "soft cap 50": fa.SoftCap(50.0),
+    "soft cap 50, approximate": fa.SoftCap(50.0, approximate=True),
 }
 
 

@@ -48,12 +48,14 @@ if TYPE_CHECKING:
     from .ops.sdpa import scaled_dot_product_attention
     from .ops.varlen import varlen_attention
     from .variants.builtins import kv_len, kv_slot, q_len, q_row
+    from .variants.functions import tanh_approx
     from .variants.library import *  # noqa: F403
     from .variants.variant import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
 
 _CORE = {
     "ops": ("attention", "merge_states", "varlen_attention"),
     "variants.builtins": ("kv_len", "kv_slot", "q_len", "q_row"),
+    "variants.functions": ("tanh_approx",),
     "variants.variant": ("Pointwise", "Softmax", "Variant", "cpp", "scalar", "tensor", "variant"),
 }
 """Names that are imported with the package. Importing them registers the torch ops."""
@@ -114,6 +116,7 @@ __all__ = [
     "record_manifest",
     "scalar",
     "scaled_dot_product_attention",
+    "tanh_approx",
     "tensor",
     "unpack",
     "variant",

@@ -98,7 +98,7 @@ const std::map<std::string, Function>& functions() {
       FAJIT_F(f_floor), FAJIT_F(f_ceil), FAJIT_F(f_round), FAJIT_F(f_trunc), FAJIT_F(f_sqrt),
       FAJIT_F(f_exp), FAJIT_F(f_exp2), FAJIT_F(f_expm1), FAJIT_F(f_log), FAJIT_F(f_log2),
       FAJIT_F(f_log10), FAJIT_F(f_log1p), FAJIT_F(f_tanh), FAJIT_F(f_sinh), FAJIT_F(f_atan),
-      FAJIT_F(f_erf), FAJIT_F(f_sigmoid), FAJIT_F(f_sum),
+      FAJIT_F(f_erf), FAJIT_F(f_sigmoid), FAJIT_F(f_sum), FAJIT_F(f_tanh_approx),
       // conditions
       FAJIT_F(t_const), FAJIT_F(t_top), FAJIT_F(t_hull), FAJIT_F(t_where), FAJIT_F(t_not),
       FAJIT_F(t_and), FAJIT_F(t_or), FAJIT_F(t_xor), FAJIT_F(t_from_i), FAJIT_F(t_from_f),

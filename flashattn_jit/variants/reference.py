@@ -19,13 +19,28 @@ from torch.overrides import TorchFunctionMode
 from flashattn_jit.errors import InputError, VariantError
 from flashattn_jit.torch_modes import need_values
 from flashattn_jit.variants.builtins import CONTEXT
+from flashattn_jit.variants.functions import tanh_approx
 from flashattn_jit.variants.ir.ir import unscaled_integers
 from flashattn_jit.variants.params import PARTS, Dims, parts_of, resolve
 from flashattn_jit.variants.variant import CppHook, Variant, as_variant
 
 Offset = int | Tensor | Literal["end"]
 Result = tuple[Tensor, Tensor | None]
-ScoreError = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Errors that are put into a computation in order to measure their effect on its result.
+
+    score: a function of the scores [Hq, Sq, Skv] of a request that is applied before and after
+    score_mod. approximation: the relative error of each ``tanh_approx(x)`` in a hook, given x.
+    """
+
+    score: Callable[[Tensor], Tensor]
+    approximation: Callable[[Tensor], Tensor | float]
+
+
+NO_ERRORS = Errors(lambda score: score, lambda x: 0.0)
 
 
 def attention_reference(
@@ -40,15 +55,14 @@ def attention_reference(
     dtype: torch.dtype = torch.float64,
     partial: bool = False,
     params: Mapping[str, object] | None = None,
-    score_error: ScoreError | None = None,
+    errors: Errors = NO_ERRORS,
 ) -> Result:
     """(out, lse) of dense attention. q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv].
 
     variant: a Variant or a bare score_mod or mask_mod. scale: default 1/sqrt(D). q_offset: position
     of row 0, an int, [B] or "end" (kv_len - Sq). kv_len: [B], keys that exist; entries past them
     may be NaN. partial: the state before sink and output_mod. params: the variant's params.
-    score_error: a function of the scores [Hq, Sq, Skv] of a request that is applied before and
-    after score_mod, to measure the effect of errors in them.
+    errors: what is put into the computation, to measure its effect.
 
     dtype: that of the computation. For float16 and bfloat16 the scores and the softmax are float32
     and the weights are rounded before the second product, as matrix units need them. out is
@@ -70,7 +84,7 @@ def attention_reference(
     )  # fmt: skip
     run = _Run(
         as_variant(variant), dims, (k.dtype, v.dtype), params or {}, lengths, scale, dtype, partial,
-        score_error,
+        errors,
     )  # fmt: skip
     with q.device:  # what hooks make themselves
         results = [run.request(b, q[b], k[b], v[b]) for b in range(batch)]
@@ -94,7 +108,7 @@ def varlen_reference(
     dtype: torch.dtype = torch.float64,
     partial: bool = False,
     params: Mapping[str, object] | None = None,
-    score_error: ScoreError | None = None,
+    errors: Errors = NO_ERRORS,
 ) -> Result:
     """(out, lse) of packed attention: q [Nq, Hq, D], k [Nkv, Hkv, D], v [Nkv, Hkv, Dv].
 
@@ -112,7 +126,7 @@ def varlen_reference(
     )
     run = _Run(
         as_variant(variant), dims, (k.dtype, v.dtype), params or {}, lengths, scale, dtype, partial,
-        score_error,
+        errors,
     )  # fmt: skip
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype)
     lse = run.empty_lse(q.shape[:2], q)
@@ -160,7 +174,7 @@ class _Run:
         self, variant: Variant, dims: Dims, kv_dtypes: tuple[torch.dtype, torch.dtype],
         params: Mapping[str, object], lengths: _Lengths,
         scale: float | None, dtype: torch.dtype, partial: bool,
-        score_error: ScoreError | None = None,
+        errors: Errors = NO_ERRORS,
     ) -> None:  # fmt: skip
         values = resolve(variant._declared, dims, params, variant.name)
         owners: dict[int, dict[str, object]] = {}
@@ -174,7 +188,7 @@ class _Run:
             raise InputError(wrong)
         self.pointwise = "pointwise" in self._hooks
         self._dims, self._lengths, self._partial = dims, lengths, partial
-        self._score_error = score_error or (lambda score: score)
+        self._errors = errors
         self._scale = 1 / math.sqrt(dims.head_dim) if scale is None else scale
         self._dtype = dtype
         self._work = torch.float32 if dtype.itemsize < 4 else dtype
@@ -207,7 +221,7 @@ class _Run:
         """(out [Hq, Sq, Dv], lse [Hq, Sq]) of request `b`; q [Hq, Sq, D], k [Hkv, Skv, D]."""
         token = CONTEXT.set(self)
         try:
-            with _Gather(), warnings.catch_warnings():
+            with HookFunctions(self._errors), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*batching rule.*")
                 return self._request(b, q, k, v)
         finally:
@@ -233,12 +247,12 @@ class _Run:
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         # 2. scores, in natural units, at least float32
         score = (q.to(self._work) @ k.to(self._work).transpose(-1, -2)) * self._scale
-        score = self._score_error(score)
+        score = self._errors.score(score)
         # 3. score_mod, then 4. mask_mod
         grid = (heads, q_pos, kv_pos)
         if "score_mod" in hooks:
             score = self._pairs(hooks["score_mod"], (score,), request, *grid).to(score.dtype)
-            score = self._score_error(score)
+            score = self._errors.score(score)
         kept = torch.ones_like(score, dtype=torch.bool)
         if "mask_mod" in hooks:
             kept = self._pairs(hooks["mask_mod"], (), request, *grid).bool().expand_as(score)
@@ -353,8 +367,15 @@ def _readable(x: Any) -> Any:
     return x.float() if small else x
 
 
-class _Gather(TorchFunctionMode):
-    """Indexing by 0-dim tensors under vmap: negative indices wrap, then all are clamped."""
+class HookFunctions(TorchFunctionMode):
+    """torch's functions as hooks mean them, with `Errors` put into approximations.
+
+    Indexing by 0-dim tensors works under vmap: negative indices wrap, then all are clamped.
+    """
+
+    def __init__(self, errors: Errors = NO_ERRORS) -> None:
+        super().__init__()
+        self._errors = errors
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -365,6 +386,8 @@ class _Gather(TorchFunctionMode):
             if any(isinstance(i, Tensor) and not i.is_floating_point() and i.dim() == 0
                    and i.dtype != torch.bool for i in items):  # fmt: skip
                 return _gather(args[0], items)
+        if func is tanh_approx:
+            return func(*args, **kwargs) * (1 + self._errors.approximation(*args))
         name = getattr(func, "__name__", "")
         if name == "searchsorted" and isinstance(args[1], Tensor):
             args = (args[0], args[1].to(args[0].dtype), *args[2:])

@@ -1,7 +1,8 @@
 """Math functions of hooks on CUDA are within 4 ulp for floats of every magnitude.
 
 They are compiled for the host, with exactly rounded functions in place of those of the GPU's
-special-function unit.
+special-function unit. So `tanh_approx` is exact here; its error is that of an instruction, which
+the emulator has.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+import flashattn_jit as fa
 from flashattn_jit.env import include_dir
 
 COUNT = 200_000
 UNARY = {
     "exp": (-104, 89), "exp2": (-140, 128), "expm1": (-20, 89), "log": (0, 10), "log2": (0, 10),
     "log10": (0, 10), "log1p": (-1, 10), "tanh": (-10, 10), "sigmoid": (-90, 20),
+    "tanh_approx": (-10, 10),
     "sin": (-2e5, 2e5), "cos": (-2e5, 2e5), "tan": (-2e5, 2e5), "asin": (-1, 1), "acos": (-1, 1),
     "atan": (-5, 5), "sinh": (-89, 89), "cosh": (-89, 89), "erf": (-4, 4),
 }  # fmt: skip
@@ -46,7 +49,7 @@ def assert_close(library, name: str, x: np.ndarray, y: np.ndarray) -> None:
     out = np.empty_like(x)
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in (x, y, out)]
     getattr(library, f"f_{name}")(*pointers, len(x))
-    function = getattr(torch, name)
+    function = getattr(torch, name, None) or getattr(fa, name)
     operands = (x, y) if name in BINARY else (x,)
     exact = function(*(torch.from_numpy(a).double() for a in operands)).numpy()
     rounded = exact.astype(np.float32)

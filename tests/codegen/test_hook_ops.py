@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import subprocess
 
 import pytest
 import torch
 
+import flashattn_jit as fa
 from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.codegen.targets import CPU_TARGETS, included
 from flashattn_jit.env import include_dir
 from flashattn_jit.jit.compilation.toolchain import flags_for
+from flashattn_jit.variants.functions import TANH_APPROX_ERROR
 from flashattn_jit.variants.ir.ir import FLOAT_FUNCTIONS, Node
 from flashattn_jit.variants.lower.expressions import TAG, map_op
 
@@ -20,7 +23,7 @@ FLOATS = ("float32", "float64")
 COUNT = 256  # a multiple of every vector width
 
 torch_ops = {
-    **{name: getattr(torch, name) for name in FLOAT_FUNCTIONS},
+    **{name: getattr(torch, name, None) or getattr(fa, name) for name in FLOAT_FUNCTIONS},
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
     "floordiv": torch.floor_divide, "remainder": torch.remainder, "fmod": torch.fmod,
     "truncdiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
@@ -173,6 +176,8 @@ def check(op, dtype, arity, a, b, run) -> None:
         tolerance = (
             {"rtol": 2e-6, "atol": 1e-37} if dtype == "float32" else {"rtol": 1e-14, "atol": 0}
         )
+        if op == "tanh_approx" and dtype == "float32":
+            tolerance["rtol"] = TANH_APPROX_ERROR
         if op in ("sin", "cos", "tan", "remainder", "fmod"):
             tolerance["atol"] = 1e-6 if dtype == "float32" else 1e-12
         if op in (*DIVISIONS, "add", "sub", "mul", "div"):
@@ -224,3 +229,32 @@ def test_tanh_is_within_four_ulp_whatever_the_other_lanes_hold(library, kind, or
     ulp = torch.finfo(torch.float32).eps * 2.0 ** exact.abs().clamp(min=2.0**-126).log2().floor()
     assert ((out.double() - exact).abs() / ulp).max() <= 4
     assert torch.equal(out.signbit(), x.signbit())
+
+
+def test_tanh_approx_is_within_its_error_and_shaped_as_tanh(library):
+    """Odd, bounded, monotonic but for rounding; equal in scalars and vectors of any other lanes."""
+    border = torch.linspace(0.999, 1.001, 4001)
+    magnitudes = 10.0 ** torch.linspace(-38, 38, 40001)
+    special = torch.tensor([0.0, math.inf])
+    x = torch.cat([torch.linspace(0, 12, 400001), border, magnitudes, special]).sort().values
+    x = x[x.numel() % 64 :]
+    shuffled = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(2))
+
+    def values(x, orientation):
+        out = torch.empty_like(x)
+        call = getattr(library, f"op_{CASES.index(('tanh_approx', 'float32', 1))}_{orientation}")
+        call(*(ctypes.c_void_p(p) for p in (x.data_ptr(), None, out.data_ptr())),
+             ctypes.c_int64(x.numel()))  # fmt: skip
+        return out
+
+    out, exact = values(x, "s"), torch.tanh(x.double())
+    error = torch.where(exact == 0, 0.0, (out.double() / exact - 1).abs())
+    # Denormal results are rounded to multiples of 2^-149.
+    assert (error[x > 1e-37] <= TANH_APPROX_ERROR).all()
+    assert error.max() > TANH_APPROX_ERROR / 2, "as large as a shorter function needs"
+    assert (out <= 1).all() and (out[x > 4.5] == 1).all()
+    assert (out.cummax(0).values - out).max() < 2.0**-20
+    assert torch.equal(values(-x, "s"), -out) and values(-x[x == 0], "s").signbit().all()
+    assert torch.equal(values(x, "v"), out)
+    assert torch.equal(values(x[shuffled].contiguous(), "v"), out[shuffled])
+    assert values(torch.full((64,), math.nan), "v").isnan().all()

@@ -306,11 +306,14 @@ def test_bit_fields_and_shifts() -> None:
         ("rcp.approx.ftz", lambda x: 1 / x, 2**-22),
         ("sqrt.rn", np.sqrt, 2**-24),
         ("rsqrt.approx.ftz", lambda x: 1 / np.sqrt(x), 2**-22),
-        ("tanh.approx", np.tanh, 2**-10),
+        ("tanh.approx", np.tanh, 2**-11),
     ],
 )
 def test_functions(name: str, function: Callable[[Array], Array], bound: float) -> None:
     a = np.abs(np.random.default_rng(26).standard_normal(COUNT).astype(np.float32)) * 4 + 0.01
     expected = function(a.astype(np.float64))
     got = run(f"{name}.f32", "f32", ("f32", a.astype(np.float32))).astype(np.float64)
-    assert np.all(np.abs(got - expected) <= bound * np.maximum(np.abs(expected), 1e-2))
+    errors = np.abs(got - expected) / np.maximum(np.abs(expected), 1e-2)
+    assert np.all(errors <= bound)
+    if name == "tanh.approx":
+        assert errors.max() > 0.8 * bound, "the documented error is there"

@@ -20,7 +20,7 @@ from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.variant import Bound, as_variant
 from tests.batch.oracle import Math
-from tests.ops.cases import EPS, assert_close, inputs
+from tests.ops.cases import EPS, assert_close, effect_of_approximations, inputs, largest
 from tests.registry.case import Case, Shape
 from tests.registry.cases import by_name
 
@@ -106,10 +106,15 @@ def run_case(
     exact, exact_lse = attention_reference(q, k, v, variant, params=params, **call)
     eager, _ = attention_reference(q, k, v, variant, params=params, dtype=dtype, **call)
     assert out.dtype == dtype and out.shape == exact.shape
-    assert_close(out.cpu(), exact, eager)
+    moved = effect_of_approximations(
+        case, [x for x in (exact, exact_lse) if x is not None],
+        lambda errors: attention_reference(q, k, v, variant, params=params, errors=errors, **call),
+    )  # fmt: skip
+    assert_close(out.cpu(), exact, eager, moved[0])
     if lse is not None:
         # Rows that hooks changed are rounded to the matrix dtype, and scores carry that rounding.
         tolerance = 16 * EPS[dtype] if "row" in case.tags else 1e-4
         torch.testing.assert_close(
-            lse.cpu().double(), exact_lse.double(), rtol=tolerance, atol=tolerance, equal_nan=True
-        )
+            lse.cpu().double(), exact_lse.double(), rtol=tolerance, equal_nan=True,
+            atol=tolerance + 1.5 * largest(moved[1]),
+        )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 import flashattn_jit as fa
 from flashattn_jit.inspect.verification import run
 from flashattn_jit.inspect.verification.cases import Case
-from flashattn_jit.inspect.verification.error import compare, score_rounding
+from flashattn_jit.inspect.verification.error import compare, effect_of_errors
 from flashattn_jit.inspect.verification.inputs import Inputs, make_inputs
 from flashattn_jit.inspect.verification.run import Runner
 from flashattn_jit.variants.params import Dims
@@ -42,8 +42,8 @@ def test_a_right_computation_is_off_by_an_ulp_where_scores_tie() -> None:
     for seed in range(30):
         x = inputs(EXTREME, torch.float32, seed)
         wide, same = runner.expected(EXTREME, x, {}, torch.float32)
-        moved = score_rounding(
-            wide, lambda off, x=x: runner._reference(EXTREME, x, {}, torch.float64, off)
+        moved = effect_of_errors(
+            wide, lambda errors, x=x: runner._reference(EXTREME, x, {}, torch.float64, errors)
         )
         got = in_halves(x)
         refused += bool(compare(got, wide[0], same[0]).problem)

@@ -14,9 +14,10 @@ from flashattn_jit.errors import (
     VariantError,
     VerificationError,
 )
-from flashattn_jit.inspect.verification import verification
+from flashattn_jit.inspect.verification import error, verification
 from flashattn_jit.inspect.verification.cases import Case
 from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.reference import attention_reference
 from tests.harness.toolkit import needs_nvcc
 
 FP32 = (torch.float32,)
@@ -224,3 +225,81 @@ def test_cuda_kernels_are_verified_in_the_emulator(monkeypatch):
     report = fa.Causal().verify({"head_dim": 32}, target="emulated:sm_75")
     assert report.ok and {r.dtype for r in report.rows} == {"float16"}
     assert {r.tile_kind for r in report.rows} == {"prefill", "few_row"}
+
+
+# --- approximate functions ------------------------------------------------------------------------
+
+TARGETS = ["cpu:generic", pytest.param("emulated:sm_80", marks=needs_nvcc)]
+
+
+@pytest.fixture
+def approximations(monkeypatch):
+    """Cases of few and many rows, of large scores and of masked pairs."""
+    few = [
+        Case("prefill", Dims(1, 2, 1, 71, 67, 32, 32)),
+        Case("decode", Dims(1, 2, 1, 1, 99, 32, 32), offset="end"),
+        Case("extreme", Dims(1, 2, 1, 40, 67, 32, 32), extreme=True),
+        Case("masked", Dims(1, 2, 1, 40, 67, 32, 32), masked=True),
+    ]
+    monkeypatch.setattr(verification, "cases", lambda base, *tile: iter(few))
+    monkeypatch.setattr(verification, "extra_kernels", lambda base, *tile: iter(()))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("cap", [50.0, 1.0])
+def test_the_error_of_an_approximate_function_is_allowed(approximations, target, cap):
+    report = fa.SoftCap(cap, approximate=True).verify({"head_dim": 32}, target=target)
+    assert report.ok and {r.status for r in report.rows} == {"pass"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("exponent", [8, 9])
+def test_a_larger_error_than_that_of_an_approximate_function_fails(
+    approximations, target, exponent
+):
+    text = f"return 2.0f * math::tanh(score / 2.0f) * {1 + 2.0**-exponent}f;"
+    wrong = fa.variant(
+        score_mod=fa.cpp(text, reference=lambda s, b, h, q, k: 2.0 * fa.tanh_approx(s / 2.0))
+    )
+    report = wrong.verify({"head_dim": 32}, target=target, raise_on_failure=False)
+    assert {r.case for r in report.failures} >= {"prefill", "decode", "masked"}
+    assert all(r.status == "FAIL" for r in report.rows if r.case != "extreme")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_error_of_the_exact_function_is_not_allowed(approximations, target):
+    """The approximate kernel does not pass for a variant that asks for the exact function."""
+    text = "return 2.0f * math::tanh_approx(score / 2.0f);"
+    wrong = fa.variant(
+        score_mod=fa.cpp(text, reference=lambda s, b, h, q, k: 2.0 * torch.tanh(s / 2.0))
+    )
+    dtypes = (torch.float32 if target.startswith("cpu") else torch.float16,)
+    options = {"target": target, "dtypes": dtypes, "raise_on_failure": False}
+    assert wrong.verify({"head_dim": 32}, **options).failures
+
+
+def test_approximate_functions_in_rows_and_masks_are_allowed_for(approximations):
+    variant = fa.variant(
+        query_mod=lambda row, b, h, q: fa.tanh_approx(row) * 3,
+        output_mod=lambda row, lse, b, h, q: fa.tanh_approx(row) + fa.tanh_approx(lse),
+        mask_mod=lambda b, h, q, k: fa.tanh_approx((k - q) / 40.0) < 0.7311,
+        normalizer=fa.Pointwise(lambda s: fa.tanh_approx(s) + 1),
+    )
+    assert variant.verify({"head_dim": 32}, dtypes=FP32).ok
+
+
+def test_the_effect_of_an_approximation_is_that_of_its_error():
+    """The scores of one key are their own lse: it moves by the error, by no more and no less."""
+    q, k = (torch.full((1, 1, 1, 4), x) for x in (1.0, 2.0))
+    exact = [fa.SoftCap(5.0, approximate=True).reference(q, k, k, return_lse=True)[1]]
+
+    def lse(errors):
+        _, moved = attention_reference(q, k, k, fa.SoftCap(5.0, approximate=True), errors=errors)
+        return [moved]
+
+    (moved,) = error.effect_of_errors(exact, lse)
+    torch.testing.assert_close(moved, exact[0] * 2.0**-11, rtol=1e-3, atol=0.0)
+    (moved,) = error.effect_of_errors(
+        exact, lambda errors: [attention_reference(q, k, k, fa.SoftCap(5.0), errors=errors)[1]]
+    )
+    assert moved.item() < 1e-6

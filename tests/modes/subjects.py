@@ -119,6 +119,10 @@ def _closure(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
     return fa.attention(q, k, v, lambda s, b, h, i, j: s + weight * bias[h, j])
 
 
+def _approximate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 20.0 * fa.tanh_approx(score / 20.0)
+
+
 def _lengths(q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor, q_offset: Tensor) -> Any:
     return fa.attention(
         q, k, v, _CAUSAL, kv_len=kv_len, q_offset=q_offset, return_lse=True, scale=0.3
@@ -287,6 +291,7 @@ def subjects() -> list[Subject]:
         Subject("attention rope", dense, (), _attention(fa.RoPE() & fa.Causal(), q_offset="end")),
         Subject("attention t5", (*dense, _random(32, HEADS)), (), _t5),
         Subject("attention closure", (*dense, _random(HEADS, 40)), (), _closure),
+        Subject("attention approximate", dense, (), _attention(_approximate)),
         Subject("attention lengths", dense, (_ints(33, 0), _ints(9, 2)), _lengths),
         Subject("attention out", dense, (), _out),
         Subject("varlen", packed, indptrs, _varlen),

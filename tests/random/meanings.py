@@ -155,6 +155,12 @@ def softcap(s: Sizes, r: random.Random) -> Part:
     return fa.SoftCap(cap), Meaning(score=lambda x, b, h, i, j: cap * torch.tanh(x / cap))
 
 
+def softcap_approx(s: Sizes, r: random.Random) -> Part:
+    cap = r.choice((1.5, 5.0, 30.0))
+    variant = fa.SoftCap(cap, approximate=True)
+    return variant, Meaning(score=lambda x, b, h, i, j: cap * fa.tanh_approx(x / cap))
+
+
 def alibi(s: Sizes, r: random.Random) -> Part:
     slopes = torch.tensor([r.uniform(0.005, 0.1) for _ in range(s.num_q_heads)])
     return fa.ALiBi(slopes=slopes, symmetric=True), Meaning(
@@ -293,7 +299,7 @@ VARIANTS: tuple[tuple[Callable[[Sizes, random.Random], Part], ...], ...] = (
     (gains,), (gains, heads_limit), (slots, causal), (gate,), (confident, window), (rope, causal),
     (dilated,), (requests,), (prefix,), (parity, window), (lengths,), (softcap, gate, sink),
     (table, documents), (slots, table, sink, causal), (parity, dilated), (rope, softcap, window),
-    (squared, gate), (requests, sink), (heads_limit, alibi),
+    (squared, gate), (requests, sink), (heads_limit, alibi), (softcap_approx, window),
 )  # fmt: skip
 
 

@@ -55,7 +55,8 @@ class Case:
     make_variant: (shape, generator) -> a Variant, or a bare score_mod or mask_mod whose captured
     tensors fit the shape. params: (shape, generator) -> the keyword params of the call.
     tags: which hooks the variant has (mask, score, row for query_mod, key_mod, value_mod and
-    output_mod, normalizer) and its kind (library, closure, composition, builtin for q_len etc.).
+    output_mod, normalizer), its kind (library, closure, composition, builtin for q_len etc.), and
+    approximate where they use `fa.tanh_approx`.
     interval: for masks, whether the interval form finds exactly the empty and the full tiles of 16
     or more a side (exact), or only sound bounds (sound).
     causal_ok: `variant & Causal()` is valid and meaningful. fits: which shapes are valid.

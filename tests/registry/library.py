@@ -185,6 +185,7 @@ _SCORES: tuple[Case, ...] = (
     _lib("alibi", "score", lib.ALiBi),
     _lib("alibi_symmetric", "score", lambda: lib.ALiBi(symmetric=True)),
     _lib("soft_cap", "score", lambda: lib.SoftCap(20.0)),
+    _lib("soft_cap_approximate", "score approximate", lambda: lib.SoftCap(2.0, approximate=True)),
     _lib("additive_bias", "score", lib.AdditiveBias, _bias(True, True)),
     _lib("additive_bias_batch", "score", lib.AdditiveBias, _bias(True, False)),
     _lib("additive_bias_heads_bf16", "score", lib.AdditiveBias, _bias(False, True, torch.bfloat16)),

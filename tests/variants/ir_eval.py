@@ -118,7 +118,7 @@ def _map(op: str, args: list[Tensor]) -> Tensor:
         return torch.bitwise_not(args[0])
     if op in _BINARY:
         return _BINARY[op](*args)
-    function: Callable[[Tensor], Tensor] = getattr(torch, op)
+    function: Callable[[Tensor], Tensor] = getattr(torch, "tanh" if op == "tanh_approx" else op)
     return function(args[0])
 
 

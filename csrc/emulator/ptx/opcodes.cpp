@@ -80,8 +80,10 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"ex2", "f32", decode_ex2, "2^a; .ftz flushes subnormal results",
        "ex2.approx.ftz.f32 -2 = 0.25; ex2.approx.ftz.f32 0xff800000 = 0; ex2.approx.ftz.f32 -127 = "
        "0; ex2.approx.f32 -127 = 0x00400000"},
-      {"tanh", "f32", decode_tanh, "hyperbolic tangent",
-       "tanh.approx.f32 0 = 0; tanh.approx.f32 20 = 1; tanh.approx.f32 0.5 = 0x3eec9a9f"},
+      {"tanh", "f32", decode_tanh, "hyperbolic tangent, rounded to 11 bits",
+       "tanh.approx.f32 0 = 0; tanh.approx.f32 20 = 1; tanh.approx.f32 0.5 = 0x3eeca000; "
+       "tanh.approx.f32 -0.5 = 0xbeeca000; tanh.approx.f32 -0.0 = 0x80000000; tanh.approx.f32 "
+       "0xff800000 = -1; tanh.approx.f32 0x7fc00000 = 0x7fffffff"},
       {"and", "pred b16-64", decode_and, "a & b",
        "and.b32 12 10 = 8; and.b64 0xff00ff00ff00ff00 0xffff0000ffff0000 = 0xff000000ff000000; "
        "and.b16 12 10 = 8; and.pred 1 0 = 0"},

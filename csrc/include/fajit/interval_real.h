@@ -167,6 +167,13 @@ FAJIT_INCREASING(f_atan, __builtin_atan, -1.6, 1.6)
 FAJIT_INCREASING(f_sinh, __builtin_sinh, -kInf, kInf)
 #undef FAJIT_INCREASING
 
+FAJIT_SHARED FInterval f_tanh_approx(FInterval a, bool single) {
+  const FInterval r = f_tanh(a, single);
+  const double relative = single ? 0x1p-11 : 0;  // in double it is tanh
+  return {rounded(r.lo - __builtin_fabs(r.lo) * relative, single),
+          rounded(r.hi + __builtin_fabs(r.hi) * relative, single), r.maybe_nan};
+}
+
 FAJIT_SHARED double logistic(double x) { return 1 / (1 + __builtin_exp(-x)); }
 FAJIT_SHARED FInterval f_sigmoid(FInterval a, bool single) {
   return f_loose(logistic(a.lo), logistic(a.hi), a.maybe_nan, single, 0, 1.00001);

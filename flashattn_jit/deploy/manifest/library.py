@@ -48,7 +48,8 @@ def library_forms(head_dim: int) -> Iterator[Form]:
     yield Form(lib.TreeMask(), {"prefix_len": ints(2), "bits": bits})
     # Scores and normalisers
     yield from (Form(lib.ALiBi(symmetric=symmetric)) for symmetric in both)
-    yield from map(Form, (lib.SoftCap(), lib.SoftmaxOffByOne(), lib.ReluSquared()))
+    yield from (Form(lib.SoftCap(approximate=approximate)) for approximate in both)
+    yield from map(Form, (lib.SoftmaxOffByOne(), lib.ReluSquared()))
     yield from (Form(lib.Sigmoid(bias=bias)) for bias in (None, -2.0))
     yield Form(lib.AdditiveBias(), {"bias": floats(2, _Q_HEADS, _TOKENS, _TOKENS)})
     yield Form(lib.RelativeBias(), {"table": floats(32, _Q_HEADS)})

@@ -15,7 +15,12 @@ multiply the two halves of a dot product of 64 by scale * log2(e) before they ad
 equal products tie only up to that ulp. The eager reference has its error elsewhere, in an lse
 rounded to 2e-3, and in other rows. Its RMS over all rows does not bound the error of a row with a
 tie. So where a result exceeds the first two terms, the effect of an ulp is measured
-(`score_rounding`).
+(`effect_of_errors`).
+
+The same measurement puts the error that kernels may have in `fa.tanh_approx` into each evaluation
+of it: a relative error of 2^-11, with one sign everywhere in one draw, as a function has that is
+too large throughout, and with signs at random in the others. It is a function of the argument's
+magnitude, as that of an odd function is.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...variants.reference import ScoreError
+from ...variants.functions import TANH_APPROX_ERROR
+from ...variants.reference import Errors
 
 EAGER_FACTOR = 1.5
 _ROW_FACTOR = 6.0
@@ -65,7 +71,7 @@ def compare(
 
     Where `expected` is not finite, `got` must be equal; where only `eager` is not, `got` may have
     any value. `slack` is added to the allowed RMS. `trim` is the share of rows with any error, for
-    ill-conditioned inputs. `moved` is the result of `score_rounding` for these values, 0 by
+    ill-conditioned inputs. `moved` is the result of `effect_of_errors` for these values, 0 by
     default.
     """
     x, y = got.double(), eager.double()
@@ -117,30 +123,40 @@ def compare_lse(
     return compare(got, expected, eager, "lse", slack, trim, moved)
 
 
-def score_rounding(
-    exact: Sequence[Tensor], perturbed: Callable[[ScoreError], Sequence[Tensor]]
+def effect_of_errors(
+    exact: Sequence[Tensor], perturbed: Callable[[Errors], Sequence[Tensor]]
 ) -> tuple[Tensor, ...]:
-    """The change of each value of `exact` when each score is off by up to an ulp of fp32.
+    """The change of each value of `exact` by the errors that any kernel may have.
 
-    perturbed: computes the results in fp64 with a `score_error`, which adds half an ulp before
-    score_mod and half an ulp after it. Returns the largest change of a few draws with fixed seeds.
+    Each score is off by up to an ulp of fp32, half of it before score_mod and half after it, and
+    each `fa.tanh_approx` by its error. perturbed: computes the results in fp64 with these `Errors`.
+    Returns the largest change of a few draws with fixed seeds.
     """
     moved = tuple(torch.zeros_like(x) for x in exact)
     for draw in range(_DRAWS):
-        results = perturbed(_off_by_half_an_ulp(draw))
+        results = perturbed(errors_of_draw(draw))
         for most, x, y in zip(moved, results, exact, strict=True):
             torch.maximum(most, (x - y).abs().nan_to_num(0.0, 0.0, 0.0), out=most)
     return moved
 
 
-def _off_by_half_an_ulp(draw: int) -> ScoreError:
+def errors_of_draw(draw: int) -> Errors:
+    """Errors of scores and of approximations at random; those of draw 0 have one sign in all
+    approximations."""
     generator = torch.Generator("cpu").manual_seed(draw)
 
-    def score_error(score: Tensor) -> Tensor:
+    def score(score: Tensor) -> Tensor:
         random = torch.rand(score.shape, generator=generator, dtype=score.dtype, device="cpu")
         return score * (1 + _HALF_ULP * (2 * random.to(score.device) - 1))
 
-    return score_error
+    def approximation(x: Tensor) -> Tensor | float:
+        if draw == 0:
+            return TANH_APPROX_ERROR
+        # Hooks run under vmap, where there are no random numbers: digits that look random.
+        digits = (torch.sin(x.abs() * 12.9898 + draw) * 43758.5453).nan_to_num()
+        return torch.where(digits - digits.floor() < 0.5, TANH_APPROX_ERROR, -TANH_APPROX_ERROR)
+
+    return Errors(score, approximation)
 
 
 def _rms(x: Tensor, trim: float = 0.0) -> float:

@@ -12,11 +12,11 @@ from torch import Tensor
 from ...ops.attention import attention
 from ...ops.varlen import varlen_attention
 from ...variants.params import Dims
-from ...variants.reference import ScoreError, attention_reference, varlen_reference
+from ...variants.reference import NO_ERRORS, Errors, attention_reference, varlen_reference
 from ...variants.variant import Variant
 from ...variants.variant import variant as variant_of
 from .cases import Case
-from .error import Comparison, compare, compare_lse, score_rounding
+from .error import Comparison, compare, compare_lse, effect_of_errors
 from .inputs import Inputs, make_inputs, masked_key, masked_row
 
 _FLIPPED_ROWS = 0.05
@@ -90,8 +90,8 @@ class Runner:
         trim = _FLIPPED_ROWS if case.extreme and self._moves_scores(case, params) else 0.0
         results = _compared(got, wide, same, dtype, trim, None)
         if any(r.problem for r in results):
-            moved = score_rounding(
-                wide, lambda off: self._reference(case, inputs, params, torch.float64, off)
+            moved = effect_of_errors(
+                wide, lambda errors: self._reference(case, inputs, params, torch.float64, errors)
             )
             results = _compared(got, wide, same, dtype, trim, moved)
         return results
@@ -110,17 +110,17 @@ class Runner:
         inputs: Inputs,
         params: Mapping[str, Any],
         dtype: torch.dtype,
-        score_error: ScoreError | None = None,
+        errors: Errors = NO_ERRORS,
     ) -> Results:
         variant, tensors = self._variant(case), (inputs.q, inputs.clean_k, inputs.clean_v)
         if case.packed:
             return _as_dense(*varlen_reference(
                 *_packed(case.dims, *tensors), variant, dtype=dtype, params=params,
-                score_error=score_error,
+                errors=errors,
             ))  # fmt: skip
         out, lse = attention_reference(
             *tensors, variant, q_offset=inputs.q_offset, kv_len=inputs.kv_len, dtype=dtype,
-            params=params, score_error=score_error,
+            params=params, errors=errors,
         )  # fmt: skip
         return (out,) if lse is None else (out, lse)
 

@@ -413,7 +413,7 @@ _INT_MAPS = _INT_WRAPS | {"minimum", "maximum", "sign"}
 _REAL_MAPS = {
     "add", "sub", "mul", "div", "neg", "abs", "sign", "minimum", "maximum", "floor", "ceil",
     "round", "trunc", "sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh",
-    "sigmoid", "erf", "atan", "sinh", "floordiv", "remainder",
+    "tanh_approx", "sigmoid", "erf", "atan", "sinh", "floordiv", "remainder",
 }  # fmt: skip
 _LOGIC = {"and": "and", "or": "or", "xor": "xor", "ne": "xor", "mul": "and", "add": "or",
           "minimum": "and", "maximum": "or"}  # fmt: skip

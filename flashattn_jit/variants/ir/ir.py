@@ -41,9 +41,10 @@ REDUCTIONS = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum",
 
 FLOAT_FUNCTIONS = (
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt tanh sigmoid sin cos tan asin acos atan sinh "
-    "cosh erf"
+    "cosh erf tanh_approx"
 ).split()
-"""Functions of one float, by torch's names; an integer becomes a float first."""
+"""Functions of one float, by torch's names or those of `functions.py`; an integer becomes a float
+first."""
 
 Attr = bool | int | float | str | tuple[int, ...]
 

@@ -200,6 +200,7 @@ _MAPS: dict[str, Callable[..., Any]] = {
     "xor": np.bitwise_xor, "shl": _shift(True), "shr": _shift(False), "neg": np.negative,
     "abs": np.abs, "sign": np.sign, "not": np.invert, "exp": np.exp, "log": np.log,
     "sqrt": np.sqrt, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "floor": np.floor,
+    "tanh_approx": np.tanh,
     "ceil": np.ceil, "round": np.rint, "trunc": np.trunc, "ge": np.greater_equal,
     "gt": np.greater, "le": np.less_equal, "lt": np.less, "eq": np.equal, "ne": np.not_equal,
     "isnan": np.isnan, "isinf": np.isinf, "where": np.where, "cast": lambda x: x,

@@ -27,7 +27,7 @@ _REAL_OPS = ("add", "sub", "mul", "div", "minimum", "maximum", "floordiv", "rema
              "atan2", "fmod", "truncdiv")  # fmt: skip
 _REAL_UNARY = ("neg", "abs", "sign", "floor", "ceil", "round", "trunc", "sqrt", "exp", "exp2",
                "log", "log2", "log1p", "tanh", "sigmoid", "sin", "cos", "atan", "expm1",
-               "erf")  # fmt: skip
+               "erf", "tanh_approx")  # fmt: skip
 _CONSTS = (0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 33, -1, -2, -7, 64, 100, 127)
 _REAL_CONSTS = (0.0, 1.0, -1.0, 0.5, 2.0, 3.3, -0.25, float("inf"), float("nan"), 1e30)
 

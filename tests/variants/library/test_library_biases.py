@@ -89,6 +89,27 @@ def test_soft_cap(q_len: int, kv_len: int) -> None:
     assert bound(lib.SoftCap()).scalars == (50.0,)
 
 
+def test_an_approximate_soft_cap_has_the_same_meaning() -> None:
+    score = lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0)  # noqa: E731
+    check(lib.SoftCap(30.0, approximate=True), score, 9, 12)
+    made = [bound(lib.SoftCap(2.0, approximate=flag)) for flag in (False, True)]
+    functions = [[n.op for n in x.ir.hooks[0][1].nodes if "tanh" in n.op] for x in made]
+    assert functions == [["tanh"], ["tanh_approx"]]
+    assert bound(lib.SoftCap(2.0)).ir == made[0].ir and made[1].scalars == (2.0,)
+
+
+def test_soft_caps_of_both_kinds_are_composed() -> None:
+    def both(s, b, h, i, j):  # type: ignore[no-untyped-def]
+        return torch.tanh(3.0 * torch.tanh(s / 3.0))
+
+    first = lib.SoftCap(3.0, approximate=True).named("first")
+    chained = first & lib.SoftCap(1.0).named("then")
+    check(chained, both, 9, 12)
+    nodes = bound(chained).ir.hooks[0][1].nodes
+    assert [n.op for n in nodes if "tanh" in n.op] == ["tanh_approx", "tanh"]
+    check(chained, both, 9, 12, first_approximate=False)
+
+
 def test_chains_run_left_to_right() -> None:
     slopes = torch.tensor(press_slopes(4)).view(4, 1, 1)
 
@@ -219,6 +240,9 @@ def test_additive_bias_of_minus_infinity_masks() -> None:
         (lib.ALiBi(), {"slopes": 0.5}),
         (lib.SoftCap(), {"cap": "30"}),
         (lib.SoftCap(), {"cap": torch.tensor(30.0)}),
+        (lib.SoftCap(), {"approximate": 0.5}),
+        (lib.SoftCap(), {"approximate": "tanh"}),
+        (lib.SoftCap(), {"approximated": True}),
         (lib.RelativeBias(), {}),
         (lib.RelativeBias(), {"table": torch.zeros(31, 4)}),
         (lib.RelativeBias(), {"table": torch.zeros(32, 5)}),

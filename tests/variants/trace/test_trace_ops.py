@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import flashattn_jit as fa
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.variant import variant
 from tests.variants.trace.trace_oracle import DIMS, compare
@@ -116,6 +117,8 @@ FUNCTIONS = {
     name: _of_score(f)
     for name, f in {
         "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "tanh": torch.tanh,
+        "tanh_approx": fa.tanh_approx,
+        "tanh_approx_of_captured": lambda s: s + fa.tanh_approx(SCALE),
         "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos, "tan": torch.tan,
         "sinh": lambda s: torch.sinh(s / 9), "cosh": lambda s: torch.cosh(s / 9),
         "atan": torch.atan, "erf": torch.erf, "relu": F.relu, "relu6": F.relu6, "silu": F.silu,
@@ -145,6 +148,7 @@ OF_INTS = {
     f"{name}_of_int": _of_key(f)
     for name, f in {
         "exp": torch.exp, "log": torch.log, "tanh": torch.tanh, "sqrt": torch.sqrt,
+        "tanh_approx": fa.tanh_approx,
         "sigmoid": torch.sigmoid, "floor": torch.floor, "sin": torch.sin, "round": torch.round,
         "relu": F.relu, "isnan": torch.isnan, "nan_to_num": torch.nan_to_num,
     }.items()

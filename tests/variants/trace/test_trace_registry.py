@@ -70,7 +70,7 @@ def test_ir_equals_eager_hooks(case: Case) -> None:
 def _eager(run, name, inputs, full):  # type: ignore[no-untyped-def]
     """The hook over the whole grid by nested vmap."""
     from flashattn_jit.variants.builtins import CONTEXT
-    from flashattn_jit.variants.reference import _Gather, _tensor
+    from flashattn_jit.variants.reference import HookFunctions, _tensor
 
     hook = run._hooks[name]
     used = ir.HOOK_INPUTS[name]
@@ -84,7 +84,7 @@ def _eager(run, name, inputs, full):  # type: ignore[no-untyped-def]
 
     token = CONTEXT.set(run)
     try:
-        with _Gather():
+        with HookFunctions():
             out = torch.vmap(lambda *a: _tensor(hook(*a), a[0]))(*flat)
     finally:
         CONTEXT.reset(token)

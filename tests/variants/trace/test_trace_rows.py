@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.reference import _Gather
+from flashattn_jit.variants.reference import HookFunctions
 from flashattn_jit.variants.variant import variant
 from tests.variants.ir_eval import evaluate
 
@@ -148,7 +148,7 @@ def test_rows_equal_eager(name):
     )
     inputs = {"row": rows, "b": b, "h": h, "q_idx": i}
     got = evaluate(graph, inputs, bound.tensors, bound.scalars)
-    with _Gather():
+    with HookFunctions():
         wanted = torch.vmap(hook)(rows.view(-1, D), b.flatten(), h.flatten(), i.flatten())
     torch.testing.assert_close(got.expand(2, 3, 5, D), wanted.view(2, 3, 5, D).float())
 

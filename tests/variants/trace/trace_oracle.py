@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashattn_jit.variants.capture.walk import Walk
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.reference import _Gather, _tensor
+from flashattn_jit.variants.reference import HookFunctions, _tensor
 from flashattn_jit.variants.variant import variant
 from tests.variants.ir_eval import evaluate, grids
 
@@ -43,7 +43,7 @@ def compare(fn: Callable[..., Any], *, rtol: float = 1e-5, atol: float = 1e-6) -
     got = evaluate(dict(bound.ir.hooks)["score_mod"], inputs, bound.tensors, bound.scalars)
     target = 1
     flat = [inputs[n].expand(SIZES).flatten() for n in ("score", "b", "h", "q_idx", "kv_idx")]
-    with _Gather():
+    with HookFunctions():
         wanted = torch.vmap(lambda *a: _tensor(spy(*a), a[0]))(*flat)
     assert dtypes[0][0] == dtypes[1][0], f"traced {dtypes[0][0]}, eager {dtypes[1][0]}"
     torch.testing.assert_close(

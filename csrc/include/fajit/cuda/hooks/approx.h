@@ -35,5 +35,16 @@ FAJIT_FN float approx_reciprocal(float x) {
 #endif
 }
 
+// tanh(x), relative error at most 2^-11; on sm_75 and later.
+FAJIT_FN float approx_tanh(float x) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+#else
+  return __builtin_tanhf(x);
+#endif
+}
+
 }  // namespace math
 }  // namespace fajit
