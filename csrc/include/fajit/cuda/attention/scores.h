@@ -86,10 +86,12 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
       ptx::load_word_pair(pair, listed + (n * 8 + ptx::lane_index() % 4 * 2) * 4);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int32_t position = tile.begin + n * 8 + ptx::lane_index() % 4 * 2 + j;
-      bool inside = !kMasked || position < tile.end;
+      // Unsigned: a position past the end may exceed the range of int32.
+      const uint32_t position =
+          static_cast<uint32_t>(tile.begin) + n * 8 + ptx::lane_index() % 4 * 2 + j;
+      bool inside = !kMasked || position < static_cast<uint32_t>(tile.end);
       // Hooks are never called with a position that has no key.
-      int32_t kv_idx = inside ? position : tile.end - 1;
+      int32_t kv_idx = inside ? static_cast<int32_t>(position) : tile.end - 1;
       if constexpr (Config::kSparse) {
         inside = !kMasked || is_key(pair[j]);
         kv_idx = seen_as(pair[j]);
