@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import threading
@@ -146,6 +147,16 @@ def test_shared_memory_beyond_48_kib_is_asked_for(driver: StandIn) -> None:
         (name, values["min_blocks"], 2) for name, values in shown.items()
     ]
     assert module.residency(1) == []
+
+
+def test_an_artifact_of_attention_needs_libc_alone() -> None:
+    for kind in ("prefill", "few_row"):
+        artifact = compiled(spec_of("plain", "sm_80", kind)).folder / "artifact.so"
+        shown = subprocess.run(
+            ["readelf", "-ld", "--wide", str(artifact)], check=True, capture_output=True, text=True
+        ).stdout
+        assert re.findall(r"\(NEEDED\).*\[(.*)\]", shown) == ["libc.so.6"]
+        assert " TLS " not in shown
 
 
 FAILURES = {
