@@ -13,6 +13,8 @@ from typing_extensions import Buffer
 ABI_VERSION: Final[int]
 WRITE_LSE: Final[int]
 PARTIAL: Final[int]
+RELAXED_CAPTURES: Final[int]
+"""CU_STREAM_CAPTURE_MODE_RELAXED, for `exchange_capture_mode`."""
 
 _Strides = tuple[int, int, int] | list[int]
 _Layout = tuple[Sequence[int], Sequence[int]]
@@ -80,7 +82,25 @@ class Module:
         """Marks it as run in the current epoch, at the cost of a compare."""
 
     def load(self, device: int) -> None:
-        """Loads its kernels on a CUDA device, once. Raises `LaunchError`."""
+        """Loads its kernels into the primary context of a CUDA device, once.
+
+        Harmless beside another thread's capture. Raises `LaunchError`.
+        """
+
+    def residency(self, device: int) -> list[tuple[str, int, int]]:
+        """(kernel, planned blocks, blocks) on a device that has loaded them; else empty.
+
+        Blocks that a multiprocessor holds at once; the second number is the driver's.
+        """
+
+def use_driver(library: str) -> str:
+    """For tests: the library that is opened as the CUDA driver from now on, "" for libcuda.so.1.
+
+    Returns the previous one. Kernels that are loaded stay with the driver that loaded them.
+    """
+
+def exchange_capture_mode(mode: int) -> int:
+    """Sets this thread's CUstreamCaptureMode and returns the previous one. Raises `LaunchError`."""
 
 _Array = tuple[int, int, int]
 """A contiguous CPU integer array: address, entries, bytes of an entry (4 or 8)."""

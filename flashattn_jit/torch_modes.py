@@ -187,7 +187,13 @@ def has_no_values(tensor: torch.Tensor) -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Whether the device's current stream is being captured into a CUDA graph."""
     # The comparison takes a tenth of the time of reading the type.
-    return device != _CPU and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device == _CPU or device.type != "cuda" or not torch.cuda.is_initialized():
+        return False
+    # torch asks the current device.
+    if device.index is None or device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(device: torch.device, doing: str, remedy: str) -> None:

@@ -9,6 +9,26 @@
 #include "ptx/decoder.h"
 
 namespace fajit::emulator {
+namespace {
+
+// What a device of any target launches.
+constexpr uint32_t kMostBlocks[3] = {0x7fffffff, 65535, 65535};
+constexpr uint32_t kMostThreads[3] = {1024, 1024, 64};
+
+void check_sizes(const char* name, const char* of, const uint32_t (&sizes)[3],
+                 const uint32_t (&most)[3]) {
+  const auto text = [](const uint32_t (&n)[3]) {
+    return std::to_string(n[0]) + " x " + std::to_string(n[1]) + " x " + std::to_string(n[2]);
+  };
+  for (int i = 0; i < 3; ++i) {
+    if (sizes[i] < 1 || sizes[i] > most[i]) {
+      throw EmulatorError("a " + std::string(name) + " of " + text(sizes) + " " + of +
+                          "; from 1 x 1 x 1 to " + text(most) + " are possible");
+    }
+  }
+}
+
+}  // namespace
 
 Program::Program(const std::string& ptx) : module_(parse(ptx)) {
   for (const Variable& variable : module_.variables) {
@@ -52,9 +72,11 @@ void Program::run(Request request) {
   launch.dynamic_shared = request.shared_bytes;
   launch.options = request.options;
   launch.params = std::move(request.params);
+  check_sizes("grid", "blocks", launch.grid, kMostBlocks);
+  check_sizes("block", "threads", launch.block, kMostThreads);
   const uint64_t threads = uint64_t{launch.block[0]} * launch.block[1] * launch.block[2];
   const uint64_t blocks = uint64_t{launch.grid[0]} * launch.grid[1] * launch.grid[2];
-  if (threads == 0 || threads > 1024)
+  if (threads > kMostThreads[0])
     throw EmulatorError("a block of " + std::to_string(threads) +
                         " threads; at most 1024 are possible");
   if (launch.params.size() < launch.kernel->param_bytes)

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "device/driver.h"
 #include "errors.h"
 #include "host/fork_guard.h"
 #include "host/hardware.h"
@@ -32,6 +33,8 @@ void translate(std::exception_ptr caught) {
   } catch (const AbiError& error) {
     raise_python("AbiError", error.what());
   } catch (const LaunchError& error) {
+    raise_python("LaunchError", error.what());
+  } catch (const DriverError& error) {
     raise_python("LaunchError", error.what());
   } catch (const LoadError& error) {
     PyErr_SetString(PyExc_OSError, error.what());
@@ -89,7 +92,25 @@ void bind_module(py::module_& m) {
       .def_property_readonly("is_cuda", &Module::is_cuda)
       .def_property_readonly("last_run", &Module::last_run)
       .def("note_run", &Module::note_run)
-      .def("load", &Module::load, py::arg("device"), py::call_guard<py::gil_scoped_release>());
+      .def("load", &Module::load, py::arg("device"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "residency",
+          [](const Module& module, int device) {
+            py::list found;
+            for (const Residency& one : module.residency(device)) {
+              found.append(py::make_tuple(one.kernel, one.planned_blocks, one.blocks));
+            }
+            return found;
+          },
+          py::arg("device"));
+}
+
+void bind_driver(py::module_& m) {
+  m.attr("RELAXED_CAPTURES") = cu::kCaptureModeRelaxed;
+  m.def("use_driver", &use_driver, py::arg("library"));
+  m.def(
+      "exchange_capture_mode", [](int mode) { return exchange_capture_mode(driver(), mode); },
+      py::arg("mode"));
 }
 
 }  // namespace
@@ -123,6 +144,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("out"), py::arg("out_stride"), py::arg("lse"), py::arg("lse_stride"),
         py::arg("num_threads"));
   rt::bind_module(m);
+  rt::bind_driver(m);
   fajit::scheduler::bind_scheduler(m);
   rt::bind_batch(m);
   fajit::form::bind_interval_form(m);

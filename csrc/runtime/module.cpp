@@ -31,6 +31,11 @@ long described_abi_version(const std::string& description) {
   return end == begin ? -1 : version;
 }
 
+std::string dims(const char* name, const uint32_t* n) {
+  return std::string(name) + " (" + std::to_string(n[0]) + ", " + std::to_string(n[1]) + ", " +
+         std::to_string(n[2]) + ")";
+}
+
 }  // namespace
 
 Module::Module(const std::string& path) : path_(path) {
@@ -48,32 +53,43 @@ Module::Module(const std::string& path) : path_(path) {
                    ", this runtime needs " + std::to_string(FAJIT_ABI_VERSION) +
                    ": remove it from the kernel cache, or build it with this version");
   }
-  attention_ = resolve<decltype(&fajit_attention)>(handle, "fajit_attention", path);
-  merge_ = resolve<decltype(&fajit_merge)>(handle, "fajit_merge", path);
   classify_ = resolve<decltype(&fajit_classify)>(handle, "fajit_classify", path);
-  if (dlsym(handle, "fajit_plan_launch") != nullptr) {
-    load_ = resolve<decltype(&fajit_load)>(handle, "fajit_load", path);
+  if (dlsym(handle, "fajit_code") != nullptr) {
+    const auto code = resolve<decltype(&fajit_code)>(handle, "fajit_code", path);
     plan_launch_ = resolve<decltype(&fajit_plan_launch)>(handle, "fajit_plan_launch", path);
-    cuda_error_ = resolve<decltype(&fajit_cuda_error)>(handle, "fajit_cuda_error", path);
+    device_code_ = std::make_unique<DeviceCode>(code());
+  } else {
+    attention_ = resolve<decltype(&fajit_attention)>(handle, "fajit_attention", path);
+    merge_ = resolve<decltype(&fajit_merge)>(handle, "fajit_merge", path);
   }
 }
 
 void Module::load(int device) const {
   if (!is_cuda()) throw std::invalid_argument("artifact " + path_ + " has no CUDA target");
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (devices_.count(device) > 0) return;
-  const int status = load_(device);
-  if (status == FAJIT_CUDA_ERROR) {
+  try {
+    device_code_->load(device);
+  } catch (const DriverError& error) {
     throw LaunchError("the kernels of " + path_ + " cannot be loaded on device " +
-                      std::to_string(device) + ": " + cuda_error());
+                      std::to_string(device) + ": " + error.what());
   }
-  check_status(status, "fajit_load", path_);
-  devices_.insert(device);
 }
 
-std::string Module::cuda_error() const {
-  const char* reason = cuda_error_ != nullptr ? cuda_error_() : nullptr;
-  return reason != nullptr && *reason != 0 ? reason : "unknown reason";
+std::vector<Residency> Module::residency(int device) const {
+  return is_cuda() ? device_code_->residency(device) : std::vector<Residency>();
+}
+
+void Module::launch(const fajit_args& args, int kernel) const {
+  fajit_launch launch;
+  check_status(plan_launch(args, kernel, launch), "fajit_plan_launch", path_);
+  if (launch.grid[0] == 0) return;
+  try {
+    device_code_->launch(kernel, launch, args.device, args.stream);
+  } catch (const DriverError& error) {
+    throw LaunchError(std::string(launch.kernel) + " with " + dims("grid", launch.grid) + ", " +
+                      dims("block", launch.block) + " and " + std::to_string(launch.shared_bytes) +
+                      " bytes of shared memory failed on device " + std::to_string(args.device) +
+                      ": " + error.what() + "\n  artifact: " + path_);
+  }
 }
 
 void check_status(int status, const char* entry, const std::string& path) {

@@ -5,9 +5,11 @@
 
 #include <atomic>
 #include <cstdint>
-#include <mutex>
-#include <set>
+#include <memory>
 #include <string>
+#include <vector>
+
+#include "device/device_code.h"
 
 namespace fajit::runtime {
 
@@ -27,6 +29,7 @@ class Module {
   const std::string& path() const { return path_; }
   const std::string& description() const { return description_; }
 
+  // Of CPU artifacts alone.
   int attention(const fajit_args& args) const {
     note_run();
     return attention_(&args);
@@ -47,30 +50,30 @@ class Module {
   int64_t last_run() const { return last_run_.load(std::memory_order_relaxed); }
 
   // Whether this is a CUDA artifact; only these have the functions below. Opening one needs no
-  // driver, `load` and launches do.
-  bool is_cuda() const { return plan_launch_ != nullptr; }
+  // driver, `load` and `launch` do.
+  bool is_cuda() const { return device_code_ != nullptr; }
   // Loads the kernels on a device, once. Throws LaunchError. Called before launches, because
   // kernels cannot be loaded during graph capture.
   void load(int device) const;
+  // The residency of the kernels on a device that has loaded them; else empty.
+  std::vector<Residency> residency(int device) const;
+  // Enqueues a kernel (a fajit_kernel) on args.stream of args.device. Throws LaunchError, which
+  // names the kernel, its grid and the reason; and what check_status throws.
+  void launch(const fajit_args& args, int kernel) const;
   int plan_launch(const fajit_args& args, int kernel, fajit_launch& launch) const {
     note_run();
     return plan_launch_(&args, kernel, &launch);
   }
-  // The reason of this thread's last CUDA failure.
-  std::string cuda_error() const;
 
  private:
   std::string path_;
   std::string description_;
-  decltype(&fajit_attention) attention_;
-  decltype(&fajit_merge) merge_;
   decltype(&fajit_classify) classify_;
-  decltype(&fajit_load) load_ = nullptr;
+  decltype(&fajit_attention) attention_ = nullptr;
+  decltype(&fajit_merge) merge_ = nullptr;
   decltype(&fajit_plan_launch) plan_launch_ = nullptr;
-  decltype(&fajit_cuda_error) cuda_error_ = nullptr;
+  std::unique_ptr<DeviceCode> device_code_;
   mutable std::atomic<int64_t> last_run_{0};
-  mutable std::mutex mutex_;
-  mutable std::set<int> devices_;  // devices on which the kernels are loaded
 };
 
 }  // namespace fajit::runtime

@@ -62,11 +62,13 @@ class UnitMaker {
         num_tiles_ += tiles;
         continue;
       }
-      if (int64_t{q_len(e)} * group_size_ > std::numeric_limits<int32_t>::max()) {
+      const int kind = kind_of(q_len(e), lists_.q_block, group_size_, options_.few_rows);
+      // Packed rows, rounded up to a whole tile or granule, are counted in 32 bits.
+      const int32_t rounding = std::max(kinds_[kind].tile_q, kinds_[kind].row_granule);
+      if (int64_t{q_len(e)} * group_size_ + rounding > std::numeric_limits<int32_t>::max()) {
         fail(name_of(e) + " has q_len=" + number(q_len(e)) + " x " + number(group_size_) +
              " heads per kv head, which does not fit 32 bits");
       }
-      const int kind = kind_of(q_len(e), lists_.q_block, group_size_, options_.few_rows);
       if (kinds_[kind].tile_q == 0) {
         fail(name_of(e) + " has q_len=" + number(q_len(e)) + ", which is " +
              (kind == 1 ? "few-row" : "prefill") + " work, but the plan has no such kernel");
@@ -143,7 +145,7 @@ class UnitMaker {
                static_cast<int32_t>(next) * group_size_);
     }
     const int32_t tile_kv = kinds_[unit.kind].tile_kv;
-    const int32_t span = std::max(tile_kv, queries_len / kHullsARequest) * group_size_;
+    const int64_t span = int64_t{std::max(tile_kv, queries_len / kHullsARequest)} * group_size_;
     for (size_t i = first; i < units_.size();) {
       size_t last = i;
       while (last + 1 < units_.size() && units_[last + 1].row_end - units_[i].row_begin <= span) {

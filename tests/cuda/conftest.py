@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.stand_in_driver import driver, stand_in_library  # noqa: F401 - fixtures
 from tests.harness.toolkit import needs_nvcc
 
 HERE = Path(__file__).parent

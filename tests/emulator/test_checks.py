@@ -286,7 +286,7 @@ def test_requests_that_cannot_be() -> None:
     data = np.zeros(1, np.uint32)
     with pytest.raises(EmulatorError, match="no kernel 'q'; the program has k"):
         launch(text, [data], name="q")
-    with pytest.raises(EmulatorError, match="a block of 2048 threads"):
+    with pytest.raises(EmulatorError, match="a block of 2048 x 1 x 1 threads"):
         launch(text, [data], block=(2048, 1, 1))
     with pytest.raises(EmulatorError, match="has 8 bytes of parameters, 0 were given"):
         launch(text, [])

@@ -7,6 +7,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import InputError, LaunchError
+from flashattn_jit.jit.module import default
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests.gpu.harness import Want
 from tests.ops.cases import assert_close
@@ -218,3 +219,11 @@ def test_a_second_device_and_the_current_one_stays():
         out = fa.attention(q, k, v, fa.Causal())
         assert out.device == q.device and torch.cuda.current_device() == 0
         check(out, q, k, v, fa.Causal())
+
+
+def test_multiprocessors_hold_the_blocks_that_were_planned():
+    q, k, v = tensors(PREFILL)
+    fa.attention(q, k, v, fa.Causal(), q_offset="end")
+    held = [h for loaded in default.loaded() for h in loaded.module.residency(q.device.index)]
+    assert held
+    assert all(blocks >= planned for _, planned, blocks in held), held

@@ -2,6 +2,7 @@
 // SPILL is the number of floats that its kernel keeps live at once; CALLED makes it call a function
 // that takes an array, which lies in local memory.
 #include <fajit/abi.h>
+#include <fajit/cuda/registration.h>
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
@@ -44,10 +45,6 @@ extern "C" const char* fajit_describe(void) {
                                                        R"(", "layout": {}})";
 }
 
-static thread_local cudaError_t last_error;
-
-extern "C" const char* fajit_cuda_error(void) { return cudaGetErrorString(last_error); }
-
 extern "C" int fajit_plan_launch(const fajit_args* args, int kernel, fajit_launch* launch) {
   if (kernel != FAJIT_KERNEL_ATTENTION) return FAJIT_BAD_ARGS;
   launch->kernel = "fajit_attention_kernel";
@@ -63,26 +60,8 @@ extern "C" int fajit_plan_launch(const fajit_args* args, int kernel, fajit_launc
   return FAJIT_OK;
 }
 
-extern "C" int fajit_attention(const fajit_args* args) {
-  fajit_launch launch;
-  const int status = fajit_plan_launch(args, FAJIT_KERNEL_ATTENTION, &launch);
-  if (status != FAJIT_OK) return status;
-  void* params[] = {launch.params};
-  last_error =
-      cudaLaunchKernel(reinterpret_cast<const void*>(fajit_attention_kernel), dim3(launch.grid[0]),
-                       dim3(launch.block[0]), params, 0, static_cast<cudaStream_t>(args->stream));
-  return last_error == cudaSuccess ? FAJIT_OK : FAJIT_CUDA_ERROR;
-}
+static const fajit_kernel_entry kKernel = {"fajit_attention_kernel", 128, 0, 2};
 
-extern "C" int fajit_merge(const fajit_args*) { return FAJIT_OK; }
+extern "C" fajit_device_code fajit_code(void) { return {fajit::cuda::device_image, &kKernel, 1}; }
+
 extern "C" int fajit_classify(const fajit_classify_args*) { return FAJIT_OK; }
-
-extern "C" int fajit_load(int device) {
-  cudaFuncAttributes attributes;
-  last_error = cudaSetDevice(device);
-  if (last_error == cudaSuccess) {
-    last_error =
-        cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(fajit_attention_kernel));
-  }
-  return last_error == cudaSuccess ? FAJIT_OK : FAJIT_CUDA_ERROR;
-}

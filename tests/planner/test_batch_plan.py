@@ -382,3 +382,17 @@ def test_the_bound_of_a_cascade_is_a_state_a_row_and_level_and_a_tile_a_cut():
     limits = {"workers": (7, 9), "limits": (4, 64, 1000, 0), "heads": (4, 4), "num_levels": 2}
     capacity = make([64], Ragged([5]), kinds=(PREFILL, None), few_rows=0, **limits).plan.capacity
     assert capacity["partial_rows"] == 64 * 4 * (2 + 1) + 7 * PREFILL.tile_q
+
+
+def test_packed_rows_that_do_not_fit_32_bits_are_refused() -> None:
+    # Rows are rounded up to whole tiles and granules.
+    tile = 2**20
+    kind = _C.Kind(None, tile_q=tile, row_granule=16, tile_kv=64, min_chunk=64, item_ns=1.0,
+                   load_ns=1.0, pair_ns=1.0, state_ns=1.0)  # fmt: skip
+    most = 2**31 - 1 - tile
+    planned = make([most], Ragged([1]), heads=(1, 1), kinds=(kind, kind))
+    ends = sorted(item["row_end"] for item in planned.items)
+    assert len(ends) == -(-most // tile) and ends[0] > 0 and ends[-1] == most
+    for q_len, heads in ((most + 1, 1), (2**31 - 1, 1), (2**20, 2**11), (1, 2**31 - 1)):
+        with pytest.raises(ValueError, match=rf"q_len={q_len} x {heads} heads per kv head, which"):
+            make([q_len], Ragged([1]), heads=(heads, 1), kinds=(kind, kind))

@@ -189,6 +189,14 @@ uint8_t* Block::param_at(Warp& warp, int lane, uint64_t address, unsigned bytes)
   if (address + bytes > launch_.params.size())
     fault_at(warp, lane, "out of bounds", "an access outside the kernel's parameters",
              kParamWindow + address);
+  for (const Variable& param : kernel().params) {
+    if (address >= param.offset && address < param.offset + param.bytes && bytes > param.align) {
+      fault_at(warp, lane, "misaligned",
+               "an access of " + std::to_string(bytes) + " bytes of parameter " + param.name +
+                   ", which is aligned to " + std::to_string(param.align),
+               kParamWindow + address);
+    }
+  }
   return const_cast<uint8_t*>(launch_.params.data()) + address;
 }
 

@@ -89,6 +89,7 @@ void Decoder::layout() {
   kernel_.local_bytes = static_cast<uint32_t>(local);
   for (const Variable& param : entry_.params) {
     variables_[param.name] = param;
+    kernel_.params.push_back(param);
     kernel_.param_bytes = static_cast<uint32_t>(param.offset + param.bytes);
   }
 }

@@ -69,6 +69,7 @@ struct Kernel {
   std::vector<uint32_t> text_lines;    // of each instruction, in the PTX
   std::vector<std::string> mnemonics;  // of each instruction
   std::vector<Location> source_locations;
+  std::vector<Variable> params;
   std::vector<Variable> shared;                        // with offsets in the shared window
   std::vector<std::pair<Special, uint32_t>> specials;  // and their slots, kWideSlot for 64 bits
   std::vector<std::pair<uint32_t, uint64_t>> constants32, constants64;  // slot, value

@@ -82,6 +82,12 @@ class Parser {
     return value.bits;
   }
 
+  uint64_t alignment() {
+    const int64_t value = integer();
+    if (value < 1 || (value & (value - 1)) != 0) lexer_.fail("an alignment is a power of two");
+    return static_cast<uint64_t>(value);
+  }
+
   Type type_name() {
     const Token word = lexer_.next();
     const Type type = type_of(word.text.substr(1));
@@ -100,7 +106,7 @@ class Parser {
     uint64_t vector = 1;
     result.align = 0;
     for (;;) {
-      if (lexer_.accept(".align")) result.align = static_cast<uint64_t>(integer());
+      if (lexer_.accept(".align")) result.align = alignment();
       else if (lexer_.accept(".v2")) vector = 2;
       else if (lexer_.accept(".v4")) vector = 4;
       else break;
@@ -121,6 +127,8 @@ class Parser {
     result.bytes = unsized ? 0 : element * count;
     result.dynamic = unsized && result.space == Space::shared;
     if (result.align == 0) result.align = element * vector;
+    if (result.space == Space::param && result.align < element * vector)
+      lexer_.fail("parameter " + result.name + " is aligned to less than an element");
     if (lexer_.accept("=")) initialiser(result, element, type);
     if (result.space != Space::param) lexer_.expect(";");
     return result;

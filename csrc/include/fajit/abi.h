@@ -2,7 +2,9 @@
 //
 // Plain C: no torch, no Python, no STL. An artifact exports entry points (bottom of this file) that
 // take a versioned, fixed-layout argument block. The host checks `fajit_describe()` at load and
-// refuses an artifact whose `abi_version` differs.
+// refuses an artifact whose `abi_version` differs. A CPU artifact runs its kernels by itself; a
+// CUDA artifact holds machine code and the host functions that make launches of it, which the
+// runtime loads and launches through the driver.
 //
 // Addressing. q, k, v and out are seen as [request, head, row, dim] with strides in elements and a
 // contiguous last dim. A packed (varlen) tensor has request stride 0 and a first row per request
@@ -21,7 +23,7 @@
 #pragma once
 #include <stdint.h>
 
-#define FAJIT_ABI_VERSION 3
+#define FAJIT_ABI_VERSION 4
 #define FAJIT_MAX_RANK 8
 
 #ifdef __cplusplus
@@ -33,7 +35,6 @@ enum fajit_status {
   FAJIT_BAD_ABI = 1,        // abi_version or args_bytes differ from what was compiled
   FAJIT_BAD_ARGS = 2,       // dims differ from the compiled ones, or a required pointer is null
   FAJIT_OUT_OF_MEMORY = 3,  // per-thread scratch could not be allocated
-  FAJIT_CUDA_ERROR = 4,     // a CUDA call failed: fajit_cuda_error() describes it
 };
 
 enum fajit_flags {
@@ -161,7 +162,22 @@ typedef struct fajit_args {
   int32_t num_key_blocks;  // for checks
 } fajit_args;
 
-// One kernel launch as the host would issue it: what the emulator runs instead of a device.
+// A kernel of a CUDA artifact.
+typedef struct fajit_kernel_entry {
+  const char* name;  // in the machine code and in the PTX
+  uint32_t threads;
+  uint32_t shared_bytes;  // dynamic
+  uint32_t min_blocks;    // that a multiprocessor should hold at once, as planned
+} fajit_kernel_entry;
+
+// The machine code of a CUDA artifact, and its kernels in the order of fajit_kernel.
+typedef struct fajit_device_code {
+  const void* image;  // a fat binary, which holds the cubin of one architecture
+  const fajit_kernel_entry* kernels;
+  int32_t num_kernels;
+} fajit_device_code;
+
+// One kernel launch: what the runtime enqueues, and what the emulator runs instead of a device.
 typedef struct fajit_launch {
   const char* kernel;  // name in the PTX
   uint32_t grid[3], block[3];
@@ -183,16 +199,16 @@ typedef struct fajit_classify_args {
 
 enum fajit_kernel { FAJIT_KERNEL_ATTENTION = 0, FAJIT_KERNEL_MERGE = 1 };
 
-// Artifacts are compiled with hidden visibility; they export these names. Only CUDA artifacts have
-// the last three.
+// Artifacts are compiled with hidden visibility; they export these names.
 #pragma GCC visibility push(default)
-int fajit_attention(const fajit_args* args);
-int fajit_merge(const fajit_args* args);
 int fajit_classify(const fajit_classify_args* args);
 const char* fajit_describe(void);  // JSON: abi_version, key, layout
-int fajit_load(int device);        // loads the kernels, sets their attributes; restores the device
+// CPU artifacts.
+int fajit_attention(const fajit_args* args);
+int fajit_merge(const fajit_args* args);
+// CUDA artifacts; they need no driver.
+fajit_device_code fajit_code(void);
 int fajit_plan_launch(const fajit_args* args, int kernel, fajit_launch* launch);
-const char* fajit_cuda_error(void);  // message of this thread's last failed CUDA call
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

@@ -118,7 +118,8 @@ void BatchCall::launch_on_cpu(const fajit_args& args) const {
   }
   if (status == FAJIT_OK) return;
   const bool merging = kernel == FAJIT_KERNEL_MERGE;
-  check_launch(merging ? *merger() : *team[0].module, args, kernel, status);
+  check_status(status, merging ? "fajit_merge" : "fajit_attention",
+               (merging ? *merger() : *team[0].module).path());
 }
 
 void BatchCall::fill_on_device(const LaunchValues& values, const Params& params,

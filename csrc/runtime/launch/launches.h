@@ -1,4 +1,4 @@
-// The launches of one call: enqueued, or returned as data; and messages of failures.
+// The launches of one call: enqueued, or returned as data.
 #pragma once
 
 #include <fajit/abi.h>
@@ -10,11 +10,7 @@
 
 namespace fajit::runtime {
 
-// Throws for a status other than FAJIT_OK; a CUDA failure is a LaunchError that names the kernel,
-// its grid and the reason. `kernel` is a fajit_kernel.
-void check_launch(const Module& module, const fajit_args& args, int kernel, int status);
-
-// At most three launches, in order. Modules and argument blocks are not copied.
+// At most three launches of CUDA artifacts, in order. Modules and argument blocks are not copied.
 class Launches {
  public:
   void add(const std::shared_ptr<const Module>& module, int kernel, const fajit_args& args) {
@@ -24,7 +20,7 @@ class Launches {
   // Runs without the GIL; stops and throws at the first failure.
   void run() const;
   // A list of (module, (kernel, grid, block, dynamic shared bytes, parameter bytes)). Needs no
-  // driver. CUDA artifacts only.
+  // driver.
   pybind11::list as_data() const;
 
  private:

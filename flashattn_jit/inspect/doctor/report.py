@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ...errors import EnvironmentVariableError
-from . import cache, machine, tools
+from . import cache, kernels, machine, tools
 from .check import Check, named
 
 Section = Callable[[], Check | Iterable[Check]]
@@ -24,6 +24,7 @@ _SECTIONS: dict[str, Section] = {
     "ninja": tools.ninja,
     "cuda toolkit": tools.cuda,
     "cache": cache.layers,
+    "kernels": kernels.residency,
     "locks": cache.locks,
     "environment": cache.environment,
 }
@@ -46,8 +47,8 @@ class Checks(tuple[Check, ...]):
 def doctor() -> Checks:
     """Checks torch, CPU, compilers, CUDA, every layer of the cache, locks and the environment.
 
-    Takes under three seconds. Where torch has CUDA, asks its driver for the devices, which starts
-    CUDA in this process.
+    Takes under three seconds. Where torch has CUDA, asks its driver for the devices and loads
+    kernels of the cache on them, which starts CUDA in this process.
 
     >>> print(fa.doctor())
     """

@@ -122,12 +122,6 @@ def cuda() -> Check:
             f"run {toolkit.nvcc} --version; reinstall the toolkit, or set "
             "FLASHATTN_JIT_CUDA_HOME to one that works",
         )
-    if toolkit.libraries is None:
-        return error(
-            f"{words} lacks libcudart_static.a",
-            "install its runtime too (pip install nvidia-cuda-runtime, or the distribution's "
-            "cuda-cudart-dev package)",
-        )
     needed, present = oldest_driver(version[0]), driver_version()
     if present and too_old(present, needed):
         return error(

@@ -36,21 +36,13 @@ _LEAN = range(13000, 13060)
 
 _HEADER = "cuda_runtime_api.h"
 _INCLUDES = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include")
-_LIBRARIES = (
-    "lib64",
-    "lib",
-    "targets/x86_64-linux/lib",
-    "targets/sbsa-linux/lib",
-    "lib/x86_64-linux-gnu",
-)
-_STATIC_RUNTIME = "libcudart_static.a"
 _VERSION = re.compile(rb"^#define\s+CUDART_VERSION\s+(\d+)", re.MULTILINE)
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Toolkit:
-    """A folder that holds bin/nvcc, the runtime's headers and its static library."""
+    """A folder that holds bin/nvcc and the runtime's headers."""
 
     home: Path
 
@@ -58,12 +50,6 @@ class Toolkit:
     def nvcc(self) -> Path:
         """The compiler."""
         return self.home / "bin" / "nvcc"
-
-    @property
-    def libraries(self) -> Path | None:
-        """The folder of libcudart_static.a, None where it is not installed."""
-        folders = [self.home / name for name in _LIBRARIES]
-        return next((f for f in folders if f.joinpath(_STATIC_RUNTIME).is_file()), None)
 
     def runtime_version(self) -> int:
         """CUDART_VERSION of its headers, such as 13000; 0 where it cannot be read."""
@@ -115,23 +101,19 @@ _COMMON_FLAGS = (
     "--expt-relaxed-constexpr",
     "--ptxas-options=-v",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-ffp-contract=off,-Wno-psabi",
+    # The host functions of kernels call what fajit/cuda/registration.h defines.
+    "-Xcompiler=-D__NV_LEGACY_LAUNCH",
 )
 _LINK_FLAGS = (
-    "-l:libcudart_static.a",
-    "-lrt",
-    "-lpthread",
-    "-ldl",
     "-Wl,--as-needed",
-    # Calls must bind to the static runtime, not to another cudart in the process, such as torch's.
-    "-Wl,--exclude-libs,ALL",
+    # Calls must bind to fajit/cuda/registration.h, not to a cudart in the process, such as torch's.
     "-Wl,-Bsymbolic",
     "-Wl,--gc-sections",
     "-Wl,-s",
     "-Wl,-z,defs",
 )
-# With the lean header the host code is compiled without the toolkit's mathematical functions, and
-# launches kernels by cudaLaunchKernel.
-_LEAN_FLAGS = ("-Xcompiler=-D__NV_LEGACY_LAUNCH,-D__COMMON_FUNCTIONS_H__",)
+# With the lean header the host code is compiled without the toolkit's mathematical functions.
+_LEAN_FLAGS = ("-Xcompiler=-D__COMMON_FUNCTIONS_H__",)
 _LEAN_FOLDER = "fajit/cuda/lean"
 
 _HERE = "/proc/self/cwd"
@@ -176,12 +158,11 @@ def job(
     rename = (str(compiled), f"{_HERE}/{SOURCE}")
     nvcc = write_wrapper(work / "nvcc", compiler.command, log, commands, rename)
     cxx = write_wrapper(work / "cxx", compiler.host.command, log, commands)
-    libraries = toolkit.libraries
     return Job(
         sources=(compiled,),
         work=work,
         compile_flags=[*_compile_flags(target), *map(quote, here)],
-        link_flags=[*([quote(f"-L{libraries}")] if libraries else []), *_LINK_FLAGS],
+        link_flags=_LINK_FLAGS,
         settings={
             "CXX": cxx,
             "CC": None,  # `load` would pass it as a second -ccbin

@@ -71,7 +71,7 @@ def find_compiler(target: str = "cpu:generic") -> Compiler | None:
     toolkit = nvcc.find_toolkit()
     if toolkit is None:
         return None
-    # The folder of the toolkit decides headers and libraries.
+    # The folder of the toolkit decides the headers.
     executable = str(toolkit.nvcc)
     fingerprint = _fingerprint(executable, [str(toolkit.home), host.fingerprint])
     return Compiler((executable,), fingerprint, host)

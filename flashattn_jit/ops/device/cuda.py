@@ -11,6 +11,7 @@ that includes params, which may be defaults without another owner.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,7 +25,7 @@ from ...codegen.spec import KernelSpec
 from ...errors import InputError, LaunchError
 from ...jit.cache.layers import too_old
 from ...jit.compilation import toolchain
-from ...jit.module import min_driver
+from ...jit.module import min_driver, residency_shortages
 from ...planner.devices import device_hardware
 from ...planner.tiles import slots
 from ...torch_modes import is_capturing
@@ -32,6 +33,8 @@ from ...variants.binding import Structure
 
 if TYPE_CHECKING:
     from .plan_memory import DeviceState
+
+log = logging.getLogger(__name__)
 
 EMULATED_SLOTS = 8
 """Workers that emulated launches are planned for: enough that long keys are split."""
@@ -92,6 +95,19 @@ def check_driver(module: _C.Module) -> None:
             f"older toolkit (FLASHATTN_JIT_CUDA_HOME)\n  artifact: {module.path}"
         )
     _driver_runs.add(module.path)
+
+
+_resident: set[tuple[str, int]] = set()
+
+
+def check_residency(module: _C.Module, index: int, planned_workers: int) -> None:
+    """Warns, once, of kernels loaded on a device that holds fewer of their blocks than planned."""
+    if (module.path, index) in _resident:
+        return
+    _resident.add((module.path, index))
+    slots_per_sm = planned_workers // _hardware(index).num_sms if planned_workers else 0
+    for shortage in residency_shortages(module, index, slots_per_sm):
+        log.warning("%s\n  artifact: %s", shortage, module.path)
 
 
 # --- launches -------------------------------------------------------------------------------------

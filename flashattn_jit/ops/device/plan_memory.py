@@ -10,13 +10,17 @@ mask params), so that a captured launch reads the arrays of the latest plan. A c
 the runs that read the previous plan, on all of their streams. Replays of a graph cannot be tracked:
 the caller replays on the stream that plans, or orders them.
 
+Another thread may be capturing a graph in CUDA's global mode, which a query of an event or an
+allocation in any thread invalidates. So plans query and allocate in the relaxed mode.
+
 Emulated targets do the same on CPU tensors. `record` is their capture: launches as data, which
 `Recording.replay` runs unchanged, on the contents of memory at that time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -27,7 +31,14 @@ from ... import _C
 from ...codegen.targets import is_emulated
 from ...errors import InputError
 from ...torch_modes import PLAN_FIRST, refuse_capture
-from .cuda import DeviceBlock, LaunchTensors, check_driver, enqueue, ordinal
+from .cuda import (
+    DeviceBlock,
+    LaunchTensors,
+    check_driver,
+    check_residency,
+    enqueue,
+    ordinal,
+)
 from .emulated import aligned_empty, record
 
 
@@ -70,6 +81,16 @@ class Ring:
         return self._allocate(max(4096, 2 * size))
 
 
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """A context in which this thread's calls do not invalidate the captures of other threads."""
+    previous = _C.exchange_capture_mode(_C.RELAXED_CAPTURES)
+    try:
+        yield
+    finally:
+        _C.exchange_capture_mode(previous)
+
+
 def _pinned(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
@@ -100,11 +121,17 @@ class DeviceState:
         self.latest: DeviceBlock | None = None
         self._lock = Lock()
 
-    def prepare(self, module: _C.Module) -> None:
-        """Loads a module's kernels, once, so that captured runs need not. Raises LaunchError."""
+    def prepare(self, module: _C.Module, workers: int = 0) -> None:
+        """Loads a module's kernels, once, so that captured runs need not.
+
+        workers: that work is planned for, on all multiprocessors; 0 if each item has its own.
+        Logs kernels that run fewer blocks than planned. Raises LaunchError.
+        """
         if not self.emulated:
             check_driver(module)
-            module.load(ordinal(self.device))
+            index = ordinal(self.device)
+            module.load(index)
+            check_residency(module, index, workers)
 
     def upload(self, core: _C.BatchCall) -> DeviceBlock:
         """A plan's block. If `fixed`, it overwrites the previous plan's.
@@ -172,7 +199,7 @@ class DeviceState:
         tensor = tensor.contiguous()
         if self.emulated or not tensor.is_cpu or not tensor.numel():
             return tensor if tensor.device == self.device else tensor.to(self.device)
-        moved = torch.empty_like(tensor, device=self.device)
+        moved = self._empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         with self._lock:
             self._copy(tensor, moved)
         return moved
@@ -183,13 +210,14 @@ class DeviceState:
         self._send(lambda host: host.copy_(flat), target.view(-1).view(torch.uint8))
 
     def _send(self, fill: Callable[[torch.Tensor], object], target: torch.Tensor) -> None:
-        with torch.cuda.device(ordinal(self.device)):
+        with torch.cuda.device(ordinal(self.device)), _beside_captures():
             self._ring.send(fill, target)
 
     def _empty(self, size: int) -> torch.Tensor:
-        if not self.emulated:
+        if self.emulated:
+            return aligned_empty(size)
+        with _beside_captures():
             return torch.empty(size, dtype=torch.uint8, device=self.device)
-        return aligned_empty(size)
 
     def _wait_for_uses(self) -> None:
         """Orders the current stream after the runs that read the memory about to be written."""

@@ -353,7 +353,7 @@ class Variation:
         if state is not None:
             for kernel in self.kernels:
                 if kernel is not None and kernel.module is not None:
-                    state.prepare(kernel.module)
+                    state.prepare(kernel.module, kernel.workers)
             self._stage(state)
             self.block = state.upload(self.core)
         if self.page_indices is not None and not self.page_indices.numel():

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 
+from ...torch_modes import is_capturing
 from .simplify import RangeTableSpec
 
 BLOCK = 64
@@ -57,7 +58,7 @@ def block_extremes(tensor: torch.Tensor, dim: int) -> Tables:
         return empty, empty
     stream = 0
     if tensor.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(tensor.device):
             return _block_extremes(tensor, dim)
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
     return _remembered(tensor, dim, stream)

@@ -53,17 +53,16 @@ def test_an_artifact_needs_libc_alone_and_exports_its_entry_points(built: Path) 
 
     dynamic = ask("readelf", "-d", "--wide")
     needed = {line.split("[")[1].split("]")[0] for line in dynamic.splitlines() if "NEEDED" in line}
-    assert needed <= {
-        "libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "librt.so.1",
-        "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2",
-    }  # fmt: skip
+    assert needed == {"libc.so.6"}
     assert "RPATH" not in dynamic
     assert "RUNPATH" not in dynamic
     names = {line.split()[0] for line in ask("nm", "-D", "--defined-only", "-P").splitlines()}
-    assert names == {
-        "fajit_attention", "fajit_merge", "fajit_classify", "fajit_describe", "fajit_load",
-        "fajit_plan_launch", "fajit_cuda_error",
-    }  # fmt: skip
+    assert names == {"fajit_classify", "fajit_describe", "fajit_code", "fajit_plan_launch"}
+    # A static CUDA runtime would take a key of threads, of which a process has 1024, and
+    # thread-local storage for each artifact.
+    undefined = {line.split()[0] for line in ask("nm", "-D", "--undefined-only", "-P").splitlines()}
+    assert not {name for name in undefined if name.startswith(("cu", "__cuda", "pthread", "dl"))}
+    assert " TLS " not in ask("readelf", "-l", "--wide")
 
 
 @needs_nvcc
@@ -73,20 +72,16 @@ def test_it_loads_and_describes_itself_where_there_is_no_driver(built: Path) -> 
         "artifact = ctypes.CDLL(sys.argv[1])\n"
         "artifact.fajit_describe.restype = ctypes.c_char_p\n"
         "print(artifact.fajit_describe().decode())\n"
-        "artifact.fajit_cuda_error.restype = ctypes.c_char_p\n"
-        "print(artifact.fajit_load(0), artifact.fajit_cuda_error().decode())\n"
+        "print(*(line for line in open('/proc/self/maps') if 'libcu' in line))\n"
     )
-    printed = subprocess.run(
+    described, libraries = subprocess.run(
         [sys.executable, "-c", program, str(built / "artifact.so")],
         check=True,
         capture_output=True,
         text=True,
     ).stdout.splitlines()
-    assert json.loads(printed[0])["key"] == KEY
-    status, words = printed[1].split(" ", 1)
-    if not torch.cuda.is_available():
-        assert status == "4"
-        assert "driver" in words or "device" in words
+    assert json.loads(described)["key"] == KEY
+    assert libraries == "", "opening an artifact opens no library of CUDA"
 
 
 @needs_nvcc
@@ -255,7 +250,7 @@ def test_a_toolkit_is_found_where_the_environment_says(
 ) -> None:
     def toolkit(name: str, version: int) -> Path:
         home = tmp_path / name
-        for path in ("bin/nvcc", "include/cuda_runtime_api.h", "lib64/libcudart_static.a"):
+        for path in ("bin/nvcc", "include/cuda_runtime_api.h"):
             (home / path).parent.mkdir(parents=True, exist_ok=True)
             (home / path).write_text(f"#define CUDART_VERSION  {version}\n")
         (home / "bin" / "nvcc").chmod(0o755)
@@ -272,7 +267,6 @@ def test_a_toolkit_is_found_where_the_environment_says(
     found = nvcc.find_toolkit()
     assert found is not None
     assert (found.home, found.runtime_version()) == (on_path, 12080)
-    assert found.libraries == on_path / "lib64"
     assert not found.takes_lean_header()
     monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
     assert nvcc.find_toolkit() != found, "a script has no headers beside it"
@@ -329,7 +323,7 @@ def test_identities_name_both_compilers() -> None:
 @pytest.fixture
 def cache(sources: Path) -> KernelCache:
     include = Path(__file__).parents[3] / "csrc" / "include" / "fajit"
-    for name in ("abi.h", "cuda/lean/cuda_runtime.h"):
+    for name in ("abi.h", "cuda/registration.h", "cuda/lean/cuda_runtime.h"):
         path = sources / "include" / "fajit" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text((include / name).read_text())

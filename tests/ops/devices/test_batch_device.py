@@ -23,6 +23,7 @@ from flashattn_jit.ops.device.plan_memory import DeviceState, Ring, launch
 from flashattn_jit.planner.tiles import build_request, kernels_by_rows
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.variant import Dims
+from tests.harness.stand_in_driver import StandIn, driver, stand_in_library  # noqa: F401
 from tests.harness.toolkit import needs_nvcc
 
 CPU, CUDA0 = torch.device("cpu"), torch.device("cuda", 0)
@@ -134,9 +135,11 @@ class Core:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """One device whose memory is the host's; `log` lists which stream waits for which."""
-    state = SimpleNamespace(current=1, capturing=False, log=[])
+def streams(monkeypatch: pytest.MonkeyPatch, driver: StandIn) -> SimpleNamespace:  # noqa: F811
+    """One device whose memory is the host's; `log` lists which stream waits for which, `modes` the
+    capture mode of the thread at each query and allocation."""
+    state = SimpleNamespace(current=1, capturing=False, log=[], modes=[], driver=driver)
+    mode = lambda: driver.state()[2]  # noqa: E731
 
     class Event:
         def record(self, stream: Any = None) -> None:
@@ -146,9 +149,20 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             state.log.append(f"{stream.cuda_stream} waits for {self.after}")
 
         def query(self) -> bool:
+            state.modes.append(("query", mode()))
             return False
 
     memory = torch.empty
+
+    def pinned(size: int) -> torch.Tensor:
+        state.modes.append(("pinned", mode()))
+        return memory(size, dtype=torch.uint8)
+
+    def empty(*size: Any, device: torch.device = CPU, **options: Any) -> torch.Tensor:
+        if device.type == "cuda":
+            state.modes.append(("allocated", mode()))
+        return memory(*size, device="cpu", **options)
+
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=state.current)
@@ -158,9 +172,11 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: state.current, raising=False
     )
-    monkeypatch.setattr(plan_memory, "_pinned", lambda size: memory(size, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(plan_memory, "_pinned", pinned)
+    monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(cuda, "_captured", {})
-    monkeypatch.setattr(DeviceState, "_empty", lambda self, size: memory(size, dtype=torch.uint8))
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, s: state.log.append("recorded"), raising=False
     )
@@ -192,6 +208,27 @@ def test_without_limits_a_plan_has_its_own_block(streams: SimpleNamespace) -> No
     run(blocks[0], cores[0])
     run(blocks[0], cores[0])
     assert streams.log == ["5 waits for 1", "recorded"]
+
+
+def test_a_plan_is_made_beside_the_capture_of_another_thread(streams: SimpleNamespace) -> None:
+    # In CUDA's global mode these calls would invalidate that capture.
+    state = DeviceState(CUDA0, "sm_90", fixed=False)
+    for _ in range(2):
+        state.upload(Core(b"1" * 32))  # type: ignore[arg-type]
+        state.stage("x", torch.arange(3.0))
+    assert {what for what, _ in streams.modes} == {"query", "pinned", "allocated"}
+    assert {mode for _, mode in streams.modes} == {_C.RELAXED_CAPTURES}
+    assert streams.driver.state() == (-1, 0, 0), "the thread's own mode is as before"
+
+
+def test_the_mode_of_a_thread_is_restored_if_a_plan_fails(streams: SimpleNamespace) -> None:
+    class Broken(Core):
+        def write_block(self, address: int, size: int) -> None:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        DeviceState(CUDA0, "sm_90", fixed=False).upload(Broken(b"1" * 32))  # type: ignore[arg-type]
+    assert streams.driver.state() == (-1, 0, 0)
 
 
 def test_with_limits_a_plan_waits_for_the_runs_of_the_one_it_replaces(

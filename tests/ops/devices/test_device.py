@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,15 @@ from flashattn_jit.jit.module import default, load_stepping
 from flashattn_jit.ops.arguments import checks
 from flashattn_jit.ops.arguments.calls import Call, Form, dense_form, is_aligned, packed_form
 from flashattn_jit.ops.device import cuda
+from flashattn_jit.ops.device.plan_memory import DeviceState
 from flashattn_jit.ops.launching import launches, utility
 from flashattn_jit.ops.planning.batch_plan import Needs
 from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import build_request, slots
+from flashattn_jit.torch_modes import is_capturing
 from tests.cuda import suffixed
+from tests.cuda.kernels import compiled, spec_of
+from tests.harness.stand_in_driver import StandIn, driver, stand_in_library  # noqa: F401
 from tests.harness.toolkit import needs_nvcc
 from tests.planner.batch_plans import Paged, device_block, lengths
 
@@ -155,6 +160,8 @@ def test_block_masks_are_features() -> None:
 
 
 def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     q = bf16(*SHAPE)
     fa.attention(q, q, q, scale=0.2189)  # nothing is captured on the CPU
@@ -226,6 +233,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         torch._C, "_cuda_getCurrentRawStream", lambda index: state.stream, raising=False
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream {state.stream}")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(cuda, "_captured", {})
     return state
@@ -328,13 +338,37 @@ def test_launches_are_data_without_a_driver(merge_module: _C.Module) -> None:
 
 
 @needs_nvcc
+@pytest.mark.parametrize(("heads", "fits"), [(2**27 - 9, True), (2**27, False), (2**62, False)])
+def test_a_token_whose_units_do_not_fit_32_bits_is_refused(heads: int, fits: bool) -> None:
+    module = load_stepping([build_request(UtilitySpec("append_paged_kv", "sm_80", 2))])[1]
+    core = _C.BatchCall(
+        _C.BatchPlan.of_work(struct.pack("8i", 0, 0, 1, 0, 3, 0, 5, -1)),
+        lengths((3,), Paged((5,), 7), (-1,)), (module, None), num_q_heads=1, num_kv_heads=1,
+        head_dim=16, head_dim_v=16,
+    )  # fmt: skip
+    none = (0, 0, 0)
+    rows, pages = ((3, heads, 32), (0, 0, 1)), ((9, 7, heads, 32), (0, 0, 0, 1))
+    call = core.bind(
+        strides=(none, none, none, none, none), num_pages=9, flags=0,
+        layouts=(rows, rows, pages, pages),
+    )  # fmt: skip
+    values = {"q": 1, "k": 1, "v": 1, "out": 64, "lse": 0, "scale": 1.0, "num_threads": 1,
+              "tensors": (256,) * 4, "page_indices": 8, "device_block": 1024}  # fmt: skip
+    if fits:
+        assert len(call.plan_launches(**values)) == 1
+        return
+    with pytest.raises(ValueError, match=r"fajit_plan_launch of artifact .* refused its arg"):
+        call.plan_launches(**values)
+
+
+@needs_nvcc
 @needs_no_driver
 def test_a_failed_launch_names_kernel_grid_and_artifact(merge_module: _C.Module) -> None:
     call = call_of(merge_module)
     with pytest.raises(LaunchError, match=r"fajit_merge_states_kernel with grid \(2, 1, 1\)") as e:
         call.launch(1, 1, 1, 64, 128, 1.0, 1, (256, 512), page_indices=8, device_block=1024)
     assert merge_module.path in str(e.value) and "cuda" in str(e.value)
-    with pytest.raises(LaunchError, match="cannot be loaded on device 0"):
+    with pytest.raises(LaunchError, match="cannot be loaded on device 0: there is no CUDA driver"):
         merge_module.load(0)
 
 
@@ -388,3 +422,76 @@ def test_a_suffixed_target_runs_on_one_compute_capability_alone(
         monkeypatch.setattr(targets, "device_capability", lambda index, c=capability: c)
         with pytest.raises(TargetError, match=r"'sm_90a' does not run on cuda:0"):
             place(*half, target=suffixed.TARGET)
+
+
+# --- several devices ------------------------------------------------------------------------------
+
+
+def test_a_capture_is_asked_of_the_stream_of_the_tensors_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = SimpleNamespace(device=0, capturing={1})
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        previous, state.device = state.device, device.index
+        yield
+        state.device = previous
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: state.device)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", lambda: state.device in state.capturing
+    )
+    cuda1, unnumbered = torch.device("cuda", 1), torch.device("cuda")
+    assert [is_capturing(d) for d in (CUDA0, cuda1, unnumbered, CPU)] == [False, True, False, False]
+    state.device = 1
+    assert [is_capturing(d) for d in (CUDA0, cuda1, unnumbered, CPU)] == [False, True, True, False]
+    assert state.device == 1
+
+
+def test_asking_for_a_capture_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", pytest.fail)
+    assert not is_capturing(torch.device("cuda", 1))
+
+
+# --- kernels of which a device holds fewer blocks than planned ------------------------------------
+
+
+@needs_nvcc
+def test_fewer_blocks_than_planned_are_logged_once(
+    driver: StandIn,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kernel = compiled(spec_of("plain", "sm_80", "prefill"))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    monkeypatch.setattr(cuda, "_resident", set())
+    state = DeviceState(CUDA0, "sm_80", fixed=False)
+
+    def prepared(blocks: int, workers: int = 0) -> list[str]:
+        caplog.clear()
+        driver.holds(blocks)
+        module = _C.Module(str(kernel.folder / "artifact.so"))
+        state.prepare(module, workers)
+        state.prepare(module, workers)
+        assert all(module.path in record.getMessage() for record in caplog.records)
+        return [f"{r.levelname}: {r.getMessage()}".split(":\n")[0] for r in caplog.records]
+
+    (warning,) = prepared(1)
+    assert warning.startswith(
+        "WARNING: fajit_attention_kernel runs 1 blocks on a multiprocessor of device 0, and is "
+        "planned for 2"
+    )
+    assert prepared(1) == [], "a module of the same artifact was warned of"
+    monkeypatch.setattr(cuda, "_resident", set())
+    assert prepared(2) == []
+    # Also where the tile was chosen for fewer blocks than its registers let the plan count with.
+    device = named_hardware("A100")
+    monkeypatch.setattr(cuda, "_hardware", lambda index: device)
+    for workers, expected in ((2 * device.num_sms, 0), (3 * device.num_sms, 1)):
+        monkeypatch.setattr(cuda, "_resident", set())
+        found = prepared(2, workers)
+        assert len(found) == expected and all("planned for 3" in words for words in found)

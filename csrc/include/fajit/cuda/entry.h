@@ -1,4 +1,4 @@
-// The bodies of a CUDA artifact's entry points: checks, launches as data, launches.
+// The bodies of a CUDA artifact's entry points: checks, and launches as data.
 #pragma once
 #include <fajit/check_args.h>
 #include <fajit/classify.h>
@@ -43,13 +43,6 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
   fill_launch(entries[kernel], blocks > 0 ? static_cast<uint32_t>(blocks) : 0,
               static_cast<uint32_t>(parts), params, launch);
   return FAJIT_OK;
-}
-
-template <class Config, class Hooks>
-int launch_kernel(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]) {
-  fajit_launch launch;
-  if (const int status = plan_launch<Config, Hooks>(a, kernel, entries, &launch)) return status;
-  return run_launch(a, entries[kernel], launch);
 }
 
 }  // namespace fajit::cuda

@@ -7,7 +7,7 @@
 //
 // Contents: the runtime's C interface, the index variables, and the declarations below, which are
 // those of the toolkit's headers. A kernel that needs another intrinsic adds its line. Kernels are
-// launched through cudaLaunchKernel, not <<<>>>.
+// launched through the driver, not by <<<>>>.
 #pragma once
 
 #define __CUDA_INCLUDE_COMPILER_INTERNAL_HEADERS__

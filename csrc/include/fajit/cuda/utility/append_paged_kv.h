@@ -74,6 +74,11 @@ struct AppendPagedKv {
       const fajit_tensor& from = a->tensors[i];
       const fajit_tensor& to = a->tensors[2 + i];
       const auto units = [](int64_t bytes) { return bytes / kUnitBytes; };
+      // The kernel counts the units of a token in 32 bits.
+      int64_t count;
+      if (__builtin_mul_overflow(from.sizes[1], units(from.sizes[2]), &count) ||
+          count > INT32_MAX - kThreads)
+        return FAJIT_BAD_ARGS;
       p.rows[i] = {static_cast<const Unit*>(from.ptr),
                    static_cast<Unit*>(const_cast<void*>(to.ptr)),
                    units(from.strides[0]),

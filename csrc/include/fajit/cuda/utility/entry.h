@@ -1,4 +1,4 @@
-// Entry points of artifacts with one kernel that is not attention: launches as data, and launches.
+// Entry points of artifacts with one kernel that is not attention: launches as data.
 //
 // A utility `U` has kThreads, a `Params` that fits a kernel's parameters, and
 //   static int fill(const fajit_args* args, Params& params, uint32_t& blocks);
@@ -11,23 +11,14 @@
 namespace fajit::cuda {
 
 template <class U>
-int plan_utility(const fajit_args* a, int kernel, const KernelEntry (&entries)[2],
-                 fajit_launch* launch) {
+int plan_utility(const fajit_args* a, int kernel, const KernelEntry& entry, fajit_launch* launch) {
   if (const int status = check_layout(a)) return status;
   if (kernel != FAJIT_KERNEL_ATTENTION || launch == nullptr) return FAJIT_BAD_ARGS;
   typename U::Params params{};
   uint32_t blocks = 0;
   if (const int status = U::fill(a, params, blocks)) return status;
-  fill_launch(entries[0], blocks, 1, params, launch);
+  fill_launch(entry, blocks, 1, params, launch);
   return FAJIT_OK;
-}
-
-template <class U>
-int launch_utility(const fajit_args* a, const KernelEntry (&entries)[2]) {
-  fajit_launch launch;
-  if (const int status = plan_utility<U>(a, FAJIT_KERNEL_ATTENTION, entries, &launch))
-    return status;
-  return run_launch(a, entries[0], launch);
 }
 
 }  // namespace fajit::cuda

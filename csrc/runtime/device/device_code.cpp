@@ -1,0 +1,94 @@
+#include "device/device_code.h"
+
+namespace fajit::runtime {
+namespace {
+
+// What a kernel may use without asking.
+constexpr uint32_t kDefaultSharedBytes = 48 * 1024;
+
+}  // namespace
+
+const DeviceCode::OnDevice* DeviceCode::find(int device) const {
+  const OnDevice* at = first_.load(std::memory_order_acquire);
+  while (at != nullptr && at->device != device) at = at->next;
+  return at;
+}
+
+void DeviceCode::load(int device) {
+  if (find(device) != nullptr) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (find(device) != nullptr) return;
+  all_.push_back(loaded_on(device));
+  first_.store(all_.back().get(), std::memory_order_release);
+}
+
+std::unique_ptr<DeviceCode::OnDevice> DeviceCode::loaded_on(int device) const {
+  auto on = std::make_unique<OnDevice>();
+  const Driver& cuda = driver();
+  const RelaxedCaptures relaxed(cuda);
+  on->device = device;
+  on->driver = &cuda;
+  on->context = cuda.primary_context(device);
+  on->next = first_.load(std::memory_order_relaxed);
+  const CurrentContext current(cuda, on->context, code_.kernels[0].name);
+  cu::LoadedModule module = nullptr;
+  cuda.check(cuda.load(&module, code_.image), "cuModuleLoadData", code_.kernels[0].name);
+  for (int i = 0; i < code_.num_kernels; ++i) {
+    const fajit_kernel_entry& kernel = code_.kernels[i];
+    cu::Function function = nullptr;
+    int blocks = 0;
+    // Also a driver that loads lazily loads the kernel here, not at its first launch.
+    cuda.check(cuda.function(&function, module, kernel.name), "cuModuleGetFunction", kernel.name);
+    if (kernel.shared_bytes > kDefaultSharedBytes) {
+      cuda.check(cuda.set_attribute(function, cu::kMaxDynamicSharedBytes,
+                                    static_cast<int>(kernel.shared_bytes)),
+                 "cuFuncSetAttribute(MAX_DYNAMIC_SHARED_SIZE_BYTES)", kernel.name);
+    }
+    cuda.check(
+        cuda.occupancy(&blocks, function, static_cast<int>(kernel.threads), kernel.shared_bytes),
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor", kernel.name);
+    on->functions.push_back(function);
+    on->blocks.push_back(blocks);
+  }
+  return on;
+}
+
+void DeviceCode::launch(int kernel, fajit_launch& launch, int device, void* stream) {
+  const OnDevice* on = find(device);
+  const auto queue = static_cast<cu::Stream>(stream);
+  if (on == nullptr) {
+    const Driver& cuda = driver();
+    int status = cu::kCaptureStatusNone;
+    // The default stream (null) cannot be captured.
+    if (queue != nullptr) {
+      cuda.check(cuda.is_capturing(queue, &status), "cuStreamIsCapturing", launch.kernel);
+    }
+    if (status != cu::kCaptureStatusNone) {
+      throw DriverError("launch of " + std::string(launch.kernel) +
+                        ": the kernel is not loaded on this device, and nothing can be loaded "
+                        "while a CUDA graph is captured; make the same call once before");
+    }
+    load(device);
+    on = find(device);
+  }
+  const Driver& cuda = *on->driver;
+  const CurrentContext current(cuda, on->context, launch.kernel);
+  void* params[] = {launch.params};
+  cuda.check(cuda.launch(on->functions[static_cast<size_t>(kernel)], launch.grid[0], launch.grid[1],
+                         launch.grid[2], launch.block[0], launch.block[1], launch.block[2],
+                         launch.shared_bytes, queue, params, nullptr),
+             "cuLaunchKernel", launch.kernel);
+}
+
+std::vector<Residency> DeviceCode::residency(int device) const {
+  std::vector<Residency> found;
+  const OnDevice* const on = find(device);
+  for (int i = 0; on != nullptr && i < code_.num_kernels; ++i) {
+    const fajit_kernel_entry& kernel = code_.kernels[i];
+    found.push_back(
+        {kernel.name, static_cast<int>(kernel.min_blocks), on->blocks[static_cast<size_t>(i)]});
+  }
+  return found;
+}
+
+}  // namespace fajit::runtime
