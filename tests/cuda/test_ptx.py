@@ -49,7 +49,7 @@ def test_the_ptx_of_an_entry_is_what_is_compared() -> None:
 def test_ptx_names_sources_by_logical_names(target: str) -> None:
     text = ptx_of(spec_of("mix_gemma2", target, "prefill"))
     names = set(re.findall(r'\.file\s+\d+\s+"([^"]*)"', text))
-    assert "fajit/cuda/attention/prefill.h" in names
+    assert "fajit/cuda/mma_sync/prefill.h" in names
     assert "kernel.cu" in names
     assert not [name for name in names if name.startswith("/")]
     assert f".target {target}\n" in text

@@ -79,18 +79,18 @@ CALLS: dict[str, Callable[[], float]] = {
     "sparse hole": lambda: without_mask(63),
 }
 
-ITEMS, MERGE, ROWS = "attention/items.h", "attention/merge.h", "attention/packed_rows.h"
+ITEMS, MERGE, ROWS = "common/items.h", "common/merge.h", "common/packed_rows.h"
 
 MUTANTS = (
     # Lists of workers
     Mutant("an item read before it is there", ITEMS, BARRIER, "", "lists", 0, RACE),
-    Mutant("an item begins before all are done", ITEMS, "if (i < end) __syncthreads();", "",
+    Mutant("an item begins before all are done", ITEMS, "if (feed.more()) __syncthreads();", "",
            "lists", kinds=RACE),
-    Mutant("a tile is loaded over states that leave", ITEMS, "if (i < end) __syncthreads();", "",
-           "lists prefill", kinds=RACE),
-    Mutant("padding is work", ITEMS, "if (item.request >= 0) Kernel", "Kernel", "lists"),
-    Mutant("a list goes on into the next", ITEMS, "end = a.worker_indptr[i + 1];",
-           "end = a.worker_indptr[i + 1] + 1;", "lists"),
+    Mutant("a tile is loaded over states that leave", ITEMS, "if (feed.more()) __syncthreads();",
+           "", "lists prefill", kinds=RACE),
+    Mutant("padding is work", ITEMS, "if (feed.item().request >= 0) Kernel", "Kernel", "lists"),
+    Mutant("a list goes on into the next", ITEMS, "end_ = a.worker_indptr[i_ + 1];",
+           "end_ = a.worker_indptr[i_ + 1] + 1;", "lists"),
     # Merges
     Mutant("states follow each other", MERGE, "a.merge_sources != nullptr",
            "a.merge_sources == nullptr", "lists"),
@@ -116,8 +116,8 @@ MUTANTS = (
     Mutant("rows from the first position on", KEYS,
            "int64_t{a.kv_row0[item.request]} - kv_first", "int64_t{a.kv_row0[item.request]}",
            "later"),
-    Mutant("pages from the first position on", KEYS, "location.row - first, at", "location.row, at",
-           "later paged"),
+    Mutant("pages from the first position on", KEYS, "location.row - stored, at",
+           "location.row, at", "later paged"),
     Mutant("slots from the first position on", "hooks/hook_ops.h", "int32_t(kv_idx) - first",
            "int32_t(kv_idx)", "later paged"),
     # Key lists
@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant("a hull that begins at the last block", WALK, "first = min(first,",
            "first = max(first - lists.end,", "sparse tokens"),
     Mutant("positions of the tile before", PREFILL, "turn ^= 1;", "", "sparse one stage"),
-    Mutant("positions written while they are read", PREFILL, "location, 0, turn ^ 1)",
-           "location, 0, turn)", "sparse one stage", kinds=RACE),
+    Mutant("positions written while they are read", PREFILL, "kept, turn ^ 1)",
+           "kept, turn)", "sparse one stage", 1, RACE),
     Mutant("positions of another stage", FEW_ROW, "listed_ + stage * kListedBytes;", "listed_;",
            "sparse"),
 )  # fmt: skip

@@ -41,16 +41,20 @@ def difference(
 ) -> float:
     out = fa.attention(q, k, v, variant, target=target, **options)
     expected = fa.attention(q.float(), k.float(), v.float(), variant, **options)
+    if options.get("partial"):
+        out, expected = out[0], expected[0]
     error = (out.float() - expected).abs()
     return float("inf") if error.isnan().any() else float(error.max())
 
 
-def prefill(head_dim: int, target: str = "emulated:sm_80", variant: Any = None) -> float:
-    """Rows, keys and heads with partial tiles."""
+def prefill(
+    head_dim: int, target: str = "emulated:sm_80", variant: Any = None, **options: Any
+) -> float:
+    """Rows, keys and heads with full and partial tiles."""
     dtype = torch.float16 if target.endswith("75") else torch.bfloat16
     q = random(1, 4, 75, head_dim, dtype=dtype)
     k, v = random(1, 2, 203, head_dim, dtype=dtype), random(1, 2, 203, head_dim, dtype=dtype)
-    return difference(q, k, v, variant or fa.Causal(), target, q_offset=128)
+    return difference(q, k, v, variant or fa.Causal(), target, q_offset=128, **options)
 
 
 def decode(variant: Any = None) -> float:
@@ -73,6 +77,8 @@ CALLS: dict[str, Callable[[], float]] = {
     "prefill sm_75": lambda: prefill(64, "emulated:sm_75"),
     "rotated": lambda: prefill(64, variant=fa.RoPE()),
     "prefill steep": steep,
+    "prefill negative": lambda: prefill(64, scale=-0.125),
+    "prefill states": lambda: prefill(64, partial=True),
     "decode": decode,
     "decode short": lambda: difference(
         random(1, 4, 1, 64), random(1, 1, 3, 64), random(1, 1, 3, 64), None, "emulated:sm_80"
@@ -97,9 +103,9 @@ class Mutant:
 BARRIER, LANES = "__syncthreads();", "__syncwarp();"
 FLIGHT, BOUNDS = ("in flight",), ("out of bounds",)
 RACE = ("race", "in flight", "uninitialised")  # which of them depends on timing
-PREFILL, FEW_ROW = "attention/prefill.h", "attention/few_row.h"
-KEYS, WALK, SCORES = "attention/key_rows.h", "attention/kv_walk.h", "attention/scores.h"
-LOADS, LAYOUT, FRAGMENTS = "tile/load_rows.h", "tile/row_layout.h", "tile/fragments.h"
+PREFILL, FEW_ROW, PRODUCTS = "mma_sync/prefill.h", "mma_sync/few_row.h", "mma_sync/products.h"
+KEYS, WALK, SCORES = "common/key_rows.h", "common/kv_walk.h", "common/scores.h"
+LOADS, LAYOUT, SOFTMAX = "tile/load_rows.h", "tile/row_layout.h", "common/softmax.h"
 
 MUTANTS = (
     # Waits
@@ -114,20 +120,22 @@ MUTANTS = (
     # Barriers of the block
     Mutant("keys read before the barrier", PREFILL, BARRIER, "", "prefill sm_75", 2, RACE),
     Mutant("values read before the barrier", PREFILL, BARRIER, "", "prefill sm_75", 3, RACE),
-    Mutant("tiles read before the barrier", PREFILL, BARRIER, "", "prefill 128", 4, RACE),
-    Mutant("tiles overwritten by states", PREFILL, BARRIER, "", "prefill", -1, RACE),
+    Mutant("tiles read before the barrier", PREFILL, BARRIER, "", "prefill", 2, RACE),
+    Mutant("tiles overwritten by states", PREFILL, BARRIER, "", "prefill states", -1, RACE),
     Mutant("rotated keys read before the barrier", PREFILL, BARRIER, "", "rotated", 0, RACE),
     Mutant("queries read before the barrier", FEW_ROW, BARRIER, "", "decode", 0, RACE),
     Mutant("rings overwritten by states", FEW_ROW, BARRIER, "", "decode", 1, RACE),
     Mutant("states read before the barrier", FEW_ROW, BARRIER, "", "decode", 2,
            RACE),
     # Barriers of the warp; those that a later barrier makes redundant are not in the list
-    Mutant("a walk stored while it is read", WALK, LANES, "", "decode", 0, RACE),
-    Mutant("a walk read while it is stored", WALK, LANES, "", "decode", 1, RACE),
-    Mutant("rows read while they are stored", PREFILL, LANES, "", "prefill", -2, RACE),
-    Mutant("rows stored while they are read", PREFILL, LANES, "", "prefill", -1, RACE),
+    Mutant("a walk stored while it is read", WALK, LANES, "", "decode", 1, RACE),
+    Mutant("a walk read while it is stored", WALK, LANES, "", "decode", 2, RACE),
+    Mutant("a run read while it is stored", WALK, LANES, "", "prefill", 0, RACE),
+    Mutant("rows read while they are stored", PREFILL, LANES, "", "prefill states", -3, RACE),
+    Mutant("rows stored while they are read", PREFILL, LANES, "", "prefill states", -2, RACE),
+    Mutant("packed rows read while they are stored", PREFILL, LANES, "", "prefill", -1, RACE),
     Mutant("merged rows read while they are stored", FEW_ROW, LANES, "", "decode short", -1, RACE),
-    Mutant("split rows read while they are stored", "attention/merge.h", LANES, "", "decode", 0,
+    Mutant("split rows read while they are stored", "common/merge.h", LANES, "", "decode", 0,
            RACE),
     # Stages
     Mutant("copies into the stage in use", FEW_ROW,
@@ -135,12 +143,18 @@ MUTANTS = (
            kinds=RACE),
     Mutant("the stage does not move", FEW_ROW, "stage == kStages - 1 ? 0 : stage + 1", "stage",
            "decode"),
+    Mutant("runs are as long as the tiles of a group", WALK, "const int count = ~same == 0 ? 32 :",
+           "const int count = true ? 32 :", "prefill"),
+    Mutant("the run after this one is not loaded", PREFILL, ": walk.found_begin();", ": -1;",
+           "prefill", kinds=RACE),
     # Addresses
+    Mutant("the tail is loaded as a whole tile", PREFILL, "if (left >= Config::kTileKv)",
+           "if (true)", "prefill", kinds=BOUNDS),
     Mutant("rows past the end are read", LOADS, "from, inside ? 16 : 0);\n    from",
            "from, 16);\n    from", "prefill", kinds=BOUNDS),
     Mutant("keys past the end are read", LOADS, "r >= kRows || r >= count", "r >= kRows",
            "prefill sm_75", kinds=BOUNDS),
-    Mutant("states past the end are written", "attention/state.h",
+    Mutant("states past the end are written", "common/state.h",
            "d < Config::kHeadDimV; d += 32) to[d] = values[d]",
            "d < Config::kHeadDimV + 32; d += 32) to[d] = values[d]", "decode"),
     Mutant("swizzled when stored, not when read", LAYOUT, "(address ^ ((chunk & kMask) << 4)) +",
@@ -148,23 +162,26 @@ MUTANTS = (
     Mutant("swizzled for the first rows alone", LAYOUT,
            "(address ^ ((rows >> kShift & kMask) << 4)) +", "address +", "prefill"),
     # Fragments
-    Mutant("rows of A", FRAGMENTS, "return lane & 15;", "return lane & 7;", "prefill"),
-    Mutant("columns of B", FRAGMENTS, "return lane >> 3 & 1;", "return lane >> 4;", "prefill"),
-    Mutant("halves of P", FRAGMENTS, "a[m][1] = Element::pack(s[m][n][2], s[m][n][3]);",
+    Mutant("rows of A", PRODUCTS, "return lane & 15;", "return lane & 7;", "prefill"),
+    Mutant("columns of B", PRODUCTS, "return lane >> 3 & 1;", "return lane >> 4;", "prefill"),
+    Mutant("halves of P", PRODUCTS, "a[m][1] = Element::pack(s[m][n][2], s[m][n][3]);",
            "a[m][1] = Element::pack(s[m][n][3], s[m][n][2]);", "prefill"),
-    Mutant("V not transposed", FRAGMENTS, "load_matrices_transposed(b", "load_matrices(b",
+    Mutant("V not transposed", PRODUCTS, "load_matrices_transposed(b", "load_matrices(b",
            "prefill"),
     Mutant("the maximum of other rows", "ptx/warp.h",
            "return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2))",
            "return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 8))", "decode"),
     # Masks and sums
-    Mutant("no mask on the last tile", WALK, " && last - first == kKeys", "", "decode short"),
-    Mutant("one key too many", SCORES, "position < tile.end", "position <= tile.end",
-           "decode short"),
-    Mutant("the mask of the tile before", SCORES, "int32_t kv_idx = inside ? position",
-           "int32_t kv_idx = inside ? position - kN * 8", "prefill"),
-    Mutant("the sum is not rescaled", SCORES, "sum[i] *= rescale;", "", "prefill steep"),
-    Mutant("heads of a group mixed up", "attention/packed_rows.h",
+    Mutant("the sign of the scale", PREFILL, "if (units_.query != 1.0f)", "if (false)",
+           "prefill negative"),
+    Mutant("no mask on the last tile", WALK, " && s.end - first >= kKeys", "", "decode short"),
+    Mutant("one key too many", SCORES, "position < static_cast<uint32_t>(tile.end)",
+           "position <= static_cast<uint32_t>(tile.end)", "decode short"),
+    Mutant("the mask of the tile before", SCORES,
+           "int32_t kv_idx = inside ? static_cast<int32_t>(position)",
+           "int32_t kv_idx = inside ? static_cast<int32_t>(position) - kN * 8", "prefill"),
+    Mutant("the sum is not rescaled", SOFTMAX, "sum[i] *= rescale;", "", "prefill steep"),
+    Mutant("heads of a group mixed up", "common/packed_rows.h",
            "item.head_begin + p - token * item.head_count", "item.head_begin", "prefill"),
 )  # fmt: skip
 

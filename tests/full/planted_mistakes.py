@@ -307,11 +307,11 @@ KERNELS = (
             "`x % n` of a negative x has the sign of x.",
             "tests/codegen/test_hook_ops.py"),
     # CUDA, found by the emulator
-    Mistake("empty blocks inside a tile", f"{CUDA}/attention/scores.h",
+    Mistake("empty blocks inside a tile", f"{CUDA}/common/scores.h",
             "maybe = inside && state == FAJIT_TILE_PARTIAL;", "maybe = inside;",
             "Keys of an empty block are seen where a tile holds keys of others too.",
             "tests/cuda/test_features.py"),
-    Mistake("units of the lse", f"{CUDA}/attention/state.h",
+    Mistake("units of the lse", f"{CUDA}/common/state.h",
             "(top2 + ptx::log2_approx(sum)) * kLn2}", "top2 + ptx::log2_approx(sum) * kLn2}",
             "The lse adds a base-2 maximum to a natural logarithm.",
             "tests/cuda/test_features.py"),

@@ -2,7 +2,7 @@
 #pragma once
 #include <fajit/check_args.h>
 #include <fajit/classify.h>
-#include <fajit/cuda/attention/merge.h>
+#include <fajit/cuda/common/merge.h>
 #include <fajit/cuda/launch.h>
 #include <fajit/cuda/params.h>
 

@@ -2,7 +2,7 @@
 // scalars.
 #pragma once
 #include <fajit/context.h>
-#include <fajit/cuda/attention/units.h>
+#include <fajit/cuda/common/units.h>
 
 namespace fajit::cuda {
 

@@ -7,27 +7,27 @@
 namespace fajit::cuda {
 
 // Row `row` of a tile of 16-bit rows.
-template <class Element, int Dim>
+template <class Element, class Layout>
 struct TileRow {
   unsigned char* tile;
   int row;
 
   FAJIT_DEV float operator[](int i) const {
-    return Element::to_float(
-        *reinterpret_cast<const uint16_t*>(tile + RowLayout<Dim>::element(row, i)));
+    return Element::to_float(*reinterpret_cast<const uint16_t*>(tile + Layout::element(row, i)));
   }
   FAJIT_DEV void write(int i, float x) const {
-    *reinterpret_cast<uint16_t*>(tile + RowLayout<Dim>::element(row, i)) = round_to<Element>(x);
+    *reinterpret_cast<uint16_t*>(tile + Layout::element(row, i)) = round_to<Element>(x);
   }
 };
 
 // Multiplies rows of a tile by a factor. Called by all lanes of a warp.
-template <class Element, int Dim>
+template <class Element, class Layout>
 FAJIT_DEV void multiply_rows(unsigned char* tile, int first_row, int rows, float factor) {
+  constexpr int kDim = Layout::kDim;
 #pragma unroll 1
-  for (int i = ptx::lane_index(); i < rows * Dim; i += 32) {
-    const TileRow<Element, Dim> row{tile, first_row + i / Dim};
-    row.write(i % Dim, row[i % Dim] * factor);
+  for (int i = ptx::lane_index(); i < rows * kDim; i += 32) {
+    const TileRow<Element, Layout> row{tile, first_row + i / kDim};
+    row.write(i % kDim, row[i % kDim] * factor);
   }
 }
 

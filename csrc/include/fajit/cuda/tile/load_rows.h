@@ -38,14 +38,13 @@ struct HeldRows {
   FAJIT_DEV const uint16_t* row(int r) const { return ptx::pointer_from_lane(own, r); }
 };
 
-// One warp loads kRows rows of HeadDim values, padded with zeros to Dim, into rows [first_row,
-// first_row + kRows) of `tile`; those from `count` on are zeros. Called by all lanes. Where the
-// architecture has asynchronous copies they belong to the caller's group, else they are complete on
-// return.
-template <int HeadDim, int Dim, int kRows, bool kAligned, class Rows>
+// One warp loads kRows rows of HeadDim values, padded with zeros to Layout::kDim, into rows
+// [first_row, first_row + kRows) of `tile`; those from `count` on are zeros. Called by all lanes.
+// Where the architecture has asynchronous copies they belong to the caller's group, else they are
+// complete on return.
+template <int HeadDim, class Layout, int kRows, bool kAligned, class Rows>
 FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows rows) {
-  using Layout = RowLayout<Dim>;
-  constexpr int kChunks = Dim / 8;
+  constexpr int kChunks = Layout::kDim / 8;
   constexpr int kSteps = (kRows * kChunks + 31) / 32;
   constexpr bool kWhole = kRows * kChunks % 32 == 0;
   const int lane = ptx::lane_index();
@@ -56,7 +55,7 @@ FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows row
       const int i = lane + 32 * j, r = i / kChunks, chunk = i % kChunks;
       const uint16_t* from = rows.row(kWhole || r < kRows ? r : 0);
       if (!kWhole && r >= kRows) continue;
-      const bool inside = r < count && (Dim == HeadDim || chunk * 8 < HeadDim);
+      const bool inside = r < count && (Layout::kDim == HeadDim || chunk * 8 < HeadDim);
       ptx::copy_async(to + Layout::offset(first_row + r, chunk), from + (inside ? chunk * 8 : 0),
                       inside ? 16 : 0);
     }
@@ -92,10 +91,9 @@ FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows row
 // multiple of 8. Every step advances all lanes by the same number of rows, so one address is kept
 // and incremented. If each row's address were computed separately, the compiler would keep the
 // addresses of all steps in registers across the loop over the keys.
-template <int HeadDim, int Dim, int kRows>
+template <int HeadDim, class Layout, int kRows>
 FAJIT_DEV void load_strided_rows(unsigned char* tile, int first_row, int count, StridedRows rows) {
-  using Layout = RowLayout<Dim>;
-  constexpr int kChunks = Dim / 8, kStep = 32 / kChunks;
+  constexpr int kChunks = Layout::kDim / 8, kStep = 32 / kChunks;
   static_assert(32 % kChunks == 0 && kRows % kStep == 0, "whole steps");
   const int r = ptx::lane_index() / kChunks, chunk = ptx::lane_index() % kChunks;
   const uint32_t to =
@@ -103,7 +101,7 @@ FAJIT_DEV void load_strided_rows(unsigned char* tile, int first_row, int count, 
   const uint16_t* from = rows.row(r) + chunk * 8;
 #pragma unroll
   for (int j = 0; j < kRows; j += kStep) {
-    const bool inside = r + j < count && (Dim == HeadDim || chunk * 8 < HeadDim);
+    const bool inside = r + j < count && (Layout::kDim == HeadDim || chunk * 8 < HeadDim);
     ptx::copy_async(Layout::down(to, j), from, inside ? 16 : 0);
     from += kStep * rows.stride;
   }

@@ -23,6 +23,7 @@ FAJIT_DEV uint32_t compute_here(uint32_t address) {
 template <int Dim>
 struct RowLayout {
   static_assert(Dim % 16 == 0, "rows are padded to whole k16 steps");
+  static constexpr int kDim = Dim;
   static constexpr int kChunks = Dim / 8;
   static constexpr int kMask = kChunks % 8 == 0 ? 7 : kChunks == 4 ? 3 : kChunks == 2 ? 1 : 0;
   static constexpr int kShift = kMask == 3 ? 1 : kMask == 1 ? 2 : 0;

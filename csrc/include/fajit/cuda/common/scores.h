@@ -1,14 +1,12 @@
-// From raw scores to weights: hooks, mask, and the online softmax of one tile.
+// The hooks and the mask on the scores of a tile.
 //
 // A thread holds 2 kM query rows (rows l/4 and l/4 + 8 of each block of 16) and, of each block of 8
 // keys, two adjacent ones (2(l%4), + 1): see ptx/matrix.h.
 #pragma once
-#include <fajit/cuda/attention/kv_walk.h>
-#include <fajit/cuda/attention/units.h>
+#include <fajit/cuda/common/kv_walk.h>
+#include <fajit/cuda/common/units.h>
 
 namespace fajit::cuda {
-
-#define FAJIT_INF __int_as_float(0x7f800000)
 
 // The query rows of a thread: rows l/4 and l/4 + 8 of each block of 16 that its warp holds. The
 // tile's rows are split among the warps, unless one warp holds all of them: then every warp does.
@@ -63,10 +61,10 @@ FAJIT_DEV int32_t key_position(const KvTile& tile, [[maybe_unused]] uint32_t lis
 
 // Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
 // kMasked the tile is full: no mask code and no bounds check. listed: see key_position.
-template <bool kMasked, class Config, class Hooks, int kM, int kN, class Walk>
-FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
+template <bool kMasked, class Config, class Hooks, int kM, int kN>
+FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], const Context& c,
                            const ThreadRows<Config, Hooks, kM>& rows, const Units& units,
-                           int32_t request, int32_t kv_h, const KvTile& tile, const Walk& walk,
+                           const fajit_work& item, int32_t kv_h, const KvTile& tile,
                            [[maybe_unused]] uint32_t listed) {
   constexpr bool kNatural = Hooks::kScore || Hooks::kPointwise;
   constexpr bool kReadsKeys = Hooks::kScore || (kMasked && Hooks::kMask);
@@ -98,13 +96,14 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
       }
       bool always = false, maybe = inside;
       if constexpr (kMasked && Config::kBlockMask) {
-        const int state = walk.block_state(kv_idx);
+        const int state = BlockStates(*c.args, item).at(kv_idx);
         always = inside && state == FAJIT_TILE_FULL;
         maybe = inside && state == FAJIT_TILE_PARTIAL;
       }
-      using Key = decltype(Hooks::keys(c, request, kv_h, kv_idx));
+      using Key = decltype(Hooks::keys(c, item.request, kv_h, kv_idx));
       [[maybe_unused]] Key key{};
-      if constexpr (kReadsKeys && !Config::kMixedRows) key = Hooks::keys(c, request, kv_h, kv_idx);
+      if constexpr (kReadsKeys && !Config::kMixedRows)
+        key = Hooks::keys(c, item.request, kv_h, kv_idx);
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i) {
         float& x = s[i / 2][n][i % 2 * 2 + j];
@@ -126,83 +125,5 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
     }
   }
 }
-
-// Running base and sum of a thread's rows. The base is in the scores' units and the same in the
-// four lanes that share a row; the sum is this lane's part until `finish`.
-//
-// The base is raised to the row's maximum only when that exceeds it by more than kSlack in base-2
-// units: weights up to 2^8 are as exact as weights up to 1, and after the first tiles the
-// accumulators are hardly ever rescaled, which costs a multiplication for each of them.
-template <int kM>
-struct OnlineSoftmax {
-  static constexpr float kSlack = 8.0f;
-  float top[2 * kM], sum[2 * kM];
-
-  FAJIT_DEV OnlineSoftmax() {
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      top[i] = -FAJIT_INF;
-      sum[i] = 0.0f;
-    }
-  }
-
-  // Turns scores into weights in place; rescales the accumulators where the base changes.
-  template <int kN, int kD>
-  FAJIT_DEV void step(float (&s)[kM][kN][4], float (&o)[kM][kD][4], float exponent) {
-    float best[2 * kM];
-    bool moves = false;
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      const int m = i / 2, first = i % 2 * 2;
-      best[i] = top[i];
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-        best[i] = fmaxf(best[i], fmaxf(s[m][n][first], s[m][n][first + 1]));
-      best[i] = ptx::quad_max(best[i]);
-      // At the first key of a row the difference to -inf is infinite. Without a key it is NaN:
-      // false.
-      const bool grown = (best[i] - top[i]) * exponent > kSlack;
-      if (!grown) best[i] = top[i];
-      moves = moves || grown;
-    }
-    if (__any_sync(ptx::kAllLanes, moves)) {
-#pragma unroll
-      for (int i = 0; i < 2 * kM; ++i) {
-        const int m = i / 2, first = i % 2 * 2;
-        const float rescale =
-            best[i] == top[i] ? 1.0f : ptx::exp2_approx((top[i] - best[i]) * exponent);
-        top[i] = best[i];
-        sum[i] *= rescale;
-#pragma unroll
-        for (int d = 0; d < kD; ++d) {
-          o[m][d][first] *= rescale;
-          o[m][d][first + 1] *= rescale;
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      const int m = i / 2, first = i % 2 * 2;
-      // A row without a key so far: any finite base makes its weights 0.
-      const float base = top[i] == -FAJIT_INF ? 0.0f : top[i] * exponent;
-      float total = 0.0f;
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int j = first; j < first + 2; ++j) {
-          s[m][n][j] = ptx::exp2_approx(fmaf(s[m][n][j], exponent, -base));
-          total += s[m][n][j];
-        }
-      }
-      sum[i] += total;
-    }
-  }
-
-  // Adds up the parts of the four lanes of each row.
-  FAJIT_DEV void finish() {
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) sum[i] = ptx::quad_sum(sum[i]);
-  }
-};
 
 }  // namespace fajit::cuda

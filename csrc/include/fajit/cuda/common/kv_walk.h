@@ -7,8 +7,9 @@
 // (`next`) or runs of adjacent ones with the same state (`find_run`), of which the next is found
 // before the one in use ends.
 #pragma once
-#include <fajit/cuda/attention/key_rows.h>
-#include <fajit/cuda/attention/packed_rows.h>
+#include <fajit/cuda/common/block_states.h>
+#include <fajit/cuda/common/key_rows.h>
+#include <fajit/cuda/common/packed_rows.h>
 #include <fajit/interval.h>
 
 namespace fajit::cuda {
@@ -63,8 +64,7 @@ class KvWalk {
   FAJIT_DEV KvRun take_run() const {
     uint32_t words[4];
     ptx::load_words(words, shared_ + 16);
-    __syncwarp();  // before any lane stores
-    find_run(words[1]);
+    find_run(words[1]);  // stores after it has synchronised the warp
     return {static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]), words[2] != 0};
   }
   // The end of the run that was taken, the begin of the one that was found, or -1 if that is
@@ -73,12 +73,6 @@ class KvWalk {
   FAJIT_DEV int32_t found_begin() const { return ptx::load_word(shared_ + 16); }
   // The end of the item's positions.
   FAJIT_DEV int32_t end() const { return ptx::load_word(shared_ + 4); }
-
-  // State of the block that holds a key: see fajit_tile_state.
-  FAJIT_DEV int block_state(int32_t key) const {
-    const fajit_block_mask& m = c_.args->block_mask;
-    return block_states()[key / m.kv_block * m.strides[3]];
-  }
 
  private:
   // Bits for 32 tiles, the first at `group`: those left to visit, those that are full.
@@ -175,7 +169,7 @@ class KvWalk {
   FAJIT_DEV int classify([[maybe_unused]] const RowSpan& rows, [[maybe_unused]] int32_t k0,
                          [[maybe_unused]] int32_t k1) const {
     if constexpr (Config::kBlockMask) {
-      const int blocks = covered_state(k0, k1);
+      const int blocks = BlockStates(*c_.args, item_).of(k0, k1);
       if (blocks != FAJIT_TILE_PARTIAL) return blocks;
       // Across several blocks, some may be full, where mask_mod does not apply.
       const int32_t size = c_.args->block_mask.kv_block;
@@ -187,24 +181,6 @@ class KvWalk {
                              Interval{rows.q_first, rows.q_last}, Interval{k0, k1 - 1});
     }
     return FAJIT_TILE_FULL;
-  }
-
-  // The block mask's states for the item's rows, which are all in one q block.
-  FAJIT_DEV const uint8_t* block_states() const {
-    const fajit_block_mask& m = c_.args->block_mask;
-    return m.states + item_.request * m.strides[0] + item_.head_begin * m.strides[1] +
-           item_.row_begin / item_.head_count / m.q_block * m.strides[2];
-  }
-
-  // The state of all blocks that overlap [k0, k1): empty or full if all are, else partial.
-  FAJIT_DEV int covered_state(int32_t k0, int32_t k1) const {
-    const fajit_block_mask& m = c_.args->block_mask;
-    const uint8_t* const states = block_states();
-    const int32_t last = (k1 - 1) / m.kv_block;
-    const int state = states[k0 / m.kv_block * m.strides[3]];
-    for (int32_t block = k0 / m.kv_block + 1; block <= last; ++block)
-      if (states[block * m.strides[3]] != state) return FAJIT_TILE_PARTIAL;
-    return state;
   }
 
   const Context c_;

@@ -5,7 +5,7 @@
 // that of the partial rows, so results do not depend on which block computed them. One warp per
 // row.
 #pragma once
-#include <fajit/cuda/attention/state.h>
+#include <fajit/cuda/common/state.h>
 
 namespace fajit::cuda {
 

@@ -24,9 +24,11 @@
 // The key list entries of a tile are written when its keys are loaded, and read after barrier A.
 // The previous tile is still in use then, so two buffers alternate.
 #pragma once
-#include <fajit/cuda/attention/key_rows.h>
-#include <fajit/cuda/attention/state.h>
-#include <fajit/cuda/tile/fragments.h>
+#include <fajit/cuda/common/key_rows.h>
+#include <fajit/cuda/common/scores.h>
+#include <fajit/cuda/common/softmax.h>
+#include <fajit/cuda/common/state.h>
+#include <fajit/cuda/mma_sync/products.h>
 #include <fajit/cuda/tile/store_rows.h>
 
 namespace fajit::cuda {
@@ -119,8 +121,8 @@ class Prefill {
   FAJIT_DEV void load_queries() {
     const uint16_t* from = static_cast<const uint16_t*>(a_.q) +
                            row_offset<Config::kMixedRows>(a_, item_, own_row(), a_.q_stride);
-    load_rows<Config::kHeadDim, Config::kDim, kWarpRows, Config::kAligned>(
-        q_, warp_ * kWarpRows, own_rows(), HeldRows{from});
+    load_rows<Config::kHeadDim, QLayout, kWarpRows, Config::kAligned>(q_, warp_ * kWarpRows,
+                                                                      own_rows(), HeldRows{from});
   }
 
   // The location of the keys that this warp loads.
@@ -148,21 +150,21 @@ class Prefill {
       const PackedRow mine = own_row();
       for (int r = 0; r < min(own_rows(), kWarpRows); ++r) {
         const PackedRow row = row_from_lane(mine, r);
-        Hooks::query_mod(c_, TileRow<Element, Config::kDim>{q_, warp_ * kWarpRows + r}, temps_,
-                         lane_, row.b, row.h, row.q_idx);
+        Hooks::query_mod(c_, TileRow<Element, QLayout>{q_, warp_ * kWarpRows + r}, temps_, lane_,
+                         row.b, row.h, row.q_idx);
       }
       __syncwarp();
     }
     if (units_.query != 1.0f)
-      multiply_rows<Element, Config::kDim>(q_, warp_ * kWarpRows, min(own_rows(), kWarpRows),
-                                           units_.query);
+      multiply_rows<Element, QLayout>(q_, warp_ * kWarpRows, min(own_rows(), kWarpRows),
+                                      units_.query);
     __syncwarp();
   }
   FAJIT_DEV uint32_t listed(int turn) const { return listed_ + turn * kListedBytes; }
   FAJIT_DEV void change_keys(const KvTile& tile, int stage, int turn) {
     if constexpr (Hooks::kKeyMod) {
       for (int r = warp_; r < tile.end - tile.begin; r += kWarps)
-        Hooks::key_mod(c_, TileRow<Element, Config::kDim>{k_ + stage * kKBytes, r}, temps_, lane_,
+        Hooks::key_mod(c_, TileRow<Element, QLayout>{k_ + stage * kKBytes, r}, temps_, lane_,
                        key_request(), kv_h_, key_position<Config>(tile, listed(turn), r));
       __syncthreads();
     }
@@ -170,8 +172,8 @@ class Prefill {
   FAJIT_DEV void change_values(const KvTile& tile, int stage, int turn) {
     if constexpr (Hooks::kValueMod) {
       for (int r = warp_; r < tile.end - tile.begin; r += kWarps)
-        Hooks::value_mod(c_, TileRow<Element, Config::kDimV>{v_ + stage * kVBytes, r}, temps_,
-                         lane_, key_request(), kv_h_, key_position<Config>(tile, listed(turn), r));
+        Hooks::value_mod(c_, TileRow<Element, VLayout>{v_ + stage * kVBytes, r}, temps_, lane_,
+                         key_request(), kv_h_, key_position<Config>(tile, listed(turn), r));
       __syncthreads();
     }
   }
@@ -179,7 +181,7 @@ class Prefill {
   FAJIT_DEV int32_t key_request() const { return item_.request; }
 
   FAJIT_DEV void score(float (&s)[kM][kN][4], int stage) {
-    multiply_scores<Element, Config::kDim>(
+    multiply_scores<Element, QLayout>(
         s, ptx::shared_address(q_ + warp_ * kWarpRows * QLayout::kRowBytes),
         ptx::shared_address(k_ + stage * kKBytes));
   }
@@ -240,10 +242,9 @@ class Prefill {
         ptx::commit_copies();
       }
       change_values(tile, stage, turn);
-      apply_hooks<kMasked, Config, Hooks>(s, c_, rows, units_, item_.request, kv_h_, tile, walk,
-                                          listed(turn));
+      hook_scores<kMasked, Config, Hooks>(s, c_, rows, units_, item_, kv_h_, tile, listed(turn));
       if constexpr (!Hooks::kPointwise) softmax.step(s, o, units_.exponent);
-      multiply_values<Element, Config::kDimV>(o, s, ptx::shared_address(v_ + stage * kVBytes));
+      multiply_values<Element, VLayout>(o, s, ptx::shared_address(v_ + stage * kVBytes));
       turn ^= 1;
       more = has_next(begin, walk);
       begin += Config::kTileKv;
@@ -336,7 +337,7 @@ class Prefill {
     if constexpr (kPacksRows) {
       if (!packs) return;
       __syncwarp();
-      store_rows<Config::kHeadDimV, Config::kDimV, kWarpRows>(
+      store_rows<Config::kHeadDimV, VLayout, kWarpRows>(
           static_cast<uint16_t*>(a_.out) +
               row_offset<Config::kMixedRows>(a_, item_, mine, a_.out_stride),
           own_rows(), packed);

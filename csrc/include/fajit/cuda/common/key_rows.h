@@ -120,32 +120,32 @@ class KeyRows {
   template <int kRows>
   FAJIT_DEV void load_keys(unsigned char* tile, int first_row, int count,
                            KeyLocation location) const {
-    load<Config::kHeadDim, Config::kDim, kRows>(tile, first_row, count, location,
-                                                ptx::load_shared(bases_), a_.k_stride);
+    load<Config::kHeadDim, RowLayout<Config::kDim>, kRows>(tile, first_row, count, location,
+                                                           ptx::load_shared(bases_), a_.k_stride);
   }
   template <int kRows>
   FAJIT_DEV void load_values(unsigned char* tile, int first_row, int count,
                              KeyLocation location) const {
-    load<Config::kHeadDimV, Config::kDimV, kRows>(tile, first_row, count, location,
-                                                  ptx::load_shared(bases_ + 8), a_.v_stride);
+    load<Config::kHeadDimV, RowLayout<Config::kDimV>, kRows>(
+        tile, first_row, count, location, ptx::load_shared(bases_ + 8), a_.v_stride);
   }
 
  private:
-  template <int HeadDim, int Dim, int kRows>
+  template <int HeadDim, class Layout, int kRows>
   FAJIT_DEV static void load(unsigned char* tile, int first_row, int count, KeyLocation location,
                              const uint16_t* base, const int64_t (&stride)[3]) {
     const uint16_t* mine = base + location.row * stride[2];
     if constexpr (Config::kPaged) mine += location.page * stride[0];
     if constexpr (kLookedUp) {
-      load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, HeldRows{mine});
+      load_rows<HeadDim, Layout, kRows, Config::kAligned>(tile, first_row, count, HeldRows{mine});
     } else {
-      constexpr int kChunks = Dim / 8;
+      constexpr int kChunks = Layout::kDim / 8;
       const StridedRows rows{mine, stride[2]};
       if constexpr (Config::kAligned && ptx::kAsyncCopies && 32 % kChunks == 0 && kRows % 8 == 0 &&
                     kRows * kChunks % 32 == 0) {
-        load_strided_rows<HeadDim, Dim, kRows>(tile, first_row, count, rows);
+        load_strided_rows<HeadDim, Layout, kRows>(tile, first_row, count, rows);
       } else {
-        load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, rows);
+        load_rows<HeadDim, Layout, kRows, Config::kAligned>(tile, first_row, count, rows);
       }
     }
   }

@@ -3,7 +3,8 @@
 // Unfinalised states are fp32, before sink and output_mod. Each row is finalised once: in the
 // attention kernel when one work item sees all of its keys, else in the merge kernel.
 #pragma once
-#include <fajit/cuda/attention/scores.h>
+#include <fajit/cuda/common/packed_rows.h>
+#include <fajit/cuda/common/units.h>
 #include <fajit/cuda/tile/hook_rows.h>
 #include <fajit/emit.h>
 

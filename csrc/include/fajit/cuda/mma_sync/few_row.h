@@ -12,9 +12,11 @@
 // The location of the next key is looked up one tile ahead: with pages the look-up is a load, which
 // the copies would otherwise wait for.
 #pragma once
-#include <fajit/cuda/attention/key_rows.h>
-#include <fajit/cuda/attention/state.h>
-#include <fajit/cuda/tile/fragments.h>
+#include <fajit/cuda/common/key_rows.h>
+#include <fajit/cuda/common/scores.h>
+#include <fajit/cuda/common/softmax.h>
+#include <fajit/cuda/common/state.h>
+#include <fajit/cuda/mma_sync/products.h>
 
 namespace fajit::cuda {
 
@@ -113,16 +115,14 @@ class FewRow {
       const uint32_t listed = listed_ + stage * kListedBytes;
       change_rows(tiles[0], k, listed);
       float s[1][kN][4];
-      multiply_scores<Element, Config::kDim>(s, ptx::shared_address(q_), ptx::shared_address(k));
+      multiply_scores<Element, QLayout>(s, ptx::shared_address(q_), ptx::shared_address(k));
       if (tiles[0].full) {
-        apply_hooks<false, Config, Hooks>(s, c_, rows, units_, item_.request, kv_h_, tiles[0], walk,
-                                          listed);
+        hook_scores<false, Config, Hooks>(s, c_, rows, units_, item_, kv_h_, tiles[0], listed);
       } else {
-        apply_hooks<true, Config, Hooks>(s, c_, rows, units_, item_.request, kv_h_, tiles[0], walk,
-                                         listed);
+        hook_scores<true, Config, Hooks>(s, c_, rows, units_, item_, kv_h_, tiles[0], listed);
       }
       if constexpr (!Hooks::kPointwise) softmax.step(s, o, units_.exponent);
-      multiply_values<Element, Config::kDimV>(o, s, ptx::shared_address(k + kKBytes));
+      multiply_values<Element, VLayout>(o, s, ptx::shared_address(k + kKBytes));
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) tiles[i] = tiles[i + 1];
       stage = stage == kStages - 1 ? 0 : stage + 1;
@@ -144,7 +144,7 @@ class FewRow {
     if (warp_ != 0) return;
     const uint16_t* from = static_cast<const uint16_t*>(a_.q) +
                            row_offset<Config::kMixedRows>(a_, item_, mine_, a_.q_stride);
-    load_rows<Config::kHeadDim, Config::kDim, 16, Config::kAligned>(q_, 0, count_, HeldRows{from});
+    load_rows<Config::kHeadDim, QLayout, 16, Config::kAligned>(q_, 0, count_, HeldRows{from});
     ptx::commit_copies();
   }
   // kYounger: the number of copy groups committed after that of Q.
@@ -156,12 +156,12 @@ class FewRow {
       if constexpr (Hooks::kQueryMod) {
         for (int r = 0; r < count_; ++r) {
           const PackedRow row = row_from_lane(mine_, r);
-          Hooks::query_mod(c_, TileRow<Element, Config::kDim>{q_, r}, temps_, lane_, row.b, row.h,
+          Hooks::query_mod(c_, TileRow<Element, QLayout>{q_, r}, temps_, lane_, row.b, row.h,
                            row.q_idx);
         }
         __syncwarp();
       }
-      if (units_.query != 1.0f) multiply_rows<Element, Config::kDim>(q_, 0, count_, units_.query);
+      if (units_.query != 1.0f) multiply_rows<Element, QLayout>(q_, 0, count_, units_.query);
     }
     __syncthreads();
   }
@@ -185,10 +185,10 @@ class FewRow {
     for (int r = 0; r < tile.end - tile.begin; ++r) {
       const int32_t key = key_position<Config>(tile, listed, r);
       if constexpr (Hooks::kKeyMod)
-        Hooks::key_mod(c_, TileRow<Element, Config::kDim>{k, r}, temps_, lane_, item_.request,
-                       kv_h_, key);
+        Hooks::key_mod(c_, TileRow<Element, QLayout>{k, r}, temps_, lane_, item_.request, kv_h_,
+                       key);
       if constexpr (Hooks::kValueMod)
-        Hooks::value_mod(c_, TileRow<Element, Config::kDimV>{k + kKBytes, r}, temps_, lane_,
+        Hooks::value_mod(c_, TileRow<Element, VLayout>{k + kKBytes, r}, temps_, lane_,
                          item_.request, kv_h_, key);
       if (!Hooks::kKeyMod && !Hooks::kValueMod) break;
     }

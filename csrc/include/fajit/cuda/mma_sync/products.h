@@ -18,9 +18,8 @@ FAJIT_DEV int pair_chunk(int lane) { return lane >> 3 & 1; }
 
 // s[m][n] = Q K^T for kM blocks of 16 rows at `q` and kN blocks of 8 keys at `k`: shared memory
 // addresses of the tiles' first rows.
-template <class Element, int Dim, int kM, int kN>
+template <class Element, class Layout, int kM, int kN>
 FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k) {
-  using Layout = RowLayout<Dim>;
   const int lane = ptx::lane_index();
   const uint32_t q_lane = compute_here(q + Layout::offset(block_row(lane), block_chunk(lane)));
   const uint32_t k_lane = compute_here(k + Layout::offset(pair_row(lane), pair_chunk(lane)));
@@ -29,7 +28,7 @@ FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.0f;
 #pragma unroll
-  for (int chunk = 0; chunk < Dim / 8; chunk += 2) {
+  for (int chunk = 0; chunk < Layout::kDim / 8; chunk += 2) {
     uint32_t a[kM][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -49,10 +48,9 @@ FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k) {
 
 // o[m][n] += P V: P is s rounded to Element; the rows of `v` are kN blocks of 8 keys. The packed
 // accumulators of two adjacent blocks of keys are one A operand.
-template <class Element, int DimV, int kM, int kN>
-FAJIT_DEV void multiply_values(float (&o)[kM][DimV / 8][4], const float (&s)[kM][kN][4],
+template <class Element, class Layout, int kM, int kN>
+FAJIT_DEV void multiply_values(float (&o)[kM][Layout::kDim / 8][4], const float (&s)[kM][kN][4],
                                uint32_t v) {
-  using Layout = RowLayout<DimV>;
   const int lane = ptx::lane_index();
   const uint32_t v_lane = compute_here(v + Layout::offset(block_row(lane), block_chunk(lane)));
 #pragma unroll
@@ -66,7 +64,7 @@ FAJIT_DEV void multiply_values(float (&o)[kM][DimV / 8][4], const float (&s)[kM]
       a[m][3] = Element::pack(s[m][n + 1][2], s[m][n + 1][3]);
     }
 #pragma unroll
-    for (int d = 0; d < DimV / 8; d += 2) {
+    for (int d = 0; d < Layout::kDim / 8; d += 2) {
       uint32_t b[4];
       ptx::load_matrices_transposed(b, Layout::step(v_lane, d) + n * 8 * Layout::kRowBytes);
 #pragma unroll

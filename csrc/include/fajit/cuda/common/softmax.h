@@ -1,0 +1,103 @@
+// The online softmax of the rows that a thread holds, in three parts: raise the base, rescale what
+// was accumulated, weigh the scores. See `ThreadRows` for the rows.
+#pragma once
+#include <fajit/cuda/common/units.h>
+#include <fajit/cuda/ptx/warp.h>
+
+namespace fajit::cuda {
+
+// Running base and sum of a thread's rows. The base is in the scores' units and the same in the
+// four lanes that share a row; the sum is this lane's part until `finish`.
+//
+// The base is raised to the row's maximum only when that exceeds it by more than kSlack in base-2
+// units: weights up to 2^8 are as exact as weights up to 1, and after the first tiles the
+// accumulators are hardly ever rescaled, which costs a multiplication for each of them.
+template <int kM>
+struct OnlineSoftmax {
+  static constexpr float kSlack = 8.0f;
+  float top[2 * kM], sum[2 * kM];
+
+  FAJIT_DEV OnlineSoftmax() {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      top[i] = -FAJIT_INF;
+      sum[i] = 0.0f;
+    }
+  }
+
+  // Turns scores into weights in place; rescales the accumulators where the base changes.
+  template <int kN, int kD>
+  FAJIT_DEV void step(float (&s)[kM][kN][4], float (&o)[kM][kD][4], float exponent) {
+    float best[2 * kM];
+    if (raise(s, best, exponent)) rescale(best, o, exponent);
+    weigh(s, exponent);
+  }
+
+  // The base of each row after these scores; whether that of one of the warp's rows changes.
+  template <int kN>
+  FAJIT_DEV bool raise(const float (&s)[kM][kN][4], float (&best)[2 * kM], float exponent) const {
+    bool moves = false;
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, first = i % 2 * 2;
+      best[i] = top[i];
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+        best[i] = fmaxf(best[i], fmaxf(s[m][n][first], s[m][n][first + 1]));
+      best[i] = ptx::quad_max(best[i]);
+      // At the first key of a row the difference to -inf is infinite. Without a key it is NaN:
+      // false.
+      const bool grown = (best[i] - top[i]) * exponent > kSlack;
+      if (!grown) best[i] = top[i];
+      moves = moves || grown;
+    }
+    return __any_sync(ptx::kAllLanes, moves);
+  }
+
+  // Changes the bases, and the sums and accumulators with them.
+  template <int kD>
+  FAJIT_DEV void rescale(const float (&best)[2 * kM], float (&o)[kM][kD][4], float exponent) {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, first = i % 2 * 2;
+      const float rescale =
+          best[i] == top[i] ? 1.0f : ptx::exp2_approx((top[i] - best[i]) * exponent);
+      top[i] = best[i];
+      sum[i] *= rescale;
+#pragma unroll
+      for (int d = 0; d < kD; ++d) {
+        o[m][d][first] *= rescale;
+        o[m][d][first + 1] *= rescale;
+      }
+    }
+  }
+
+  // Turns scores into weights and adds them to the sums.
+  template <int kN>
+  FAJIT_DEV void weigh(float (&s)[kM][kN][4], float exponent) {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, first = i % 2 * 2;
+      // A row without a key so far: any finite base makes its weights 0.
+      const float base = top[i] == -FAJIT_INF ? 0.0f : top[i] * exponent;
+      float total = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int j = first; j < first + 2; ++j) {
+          s[m][n][j] = ptx::exp2_approx(fmaf(s[m][n][j], exponent, -base));
+          total += s[m][n][j];
+        }
+      }
+      sum[i] += total;
+    }
+  }
+
+  // Adds up the parts of the four lanes of each row.
+  FAJIT_DEV void finish() {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) sum[i] = ptx::quad_sum(sum[i]);
+  }
+};
+
+}  // namespace fajit::cuda
