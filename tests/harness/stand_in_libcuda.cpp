@@ -178,6 +178,11 @@ int cuModuleLoadData(Module** module, const void* image) {
   return kSuccess;
 }
 
+int cuModuleUnload(Module* module) {
+  RECORD(place());
+  return current() == module->context ? kSuccess : kInvalidContext;
+}
+
 int cuModuleGetFunction(Function** function, Module* module, const char* name) {
   RECORD(std::string(" ") + name);
   if (current() != module->context) return kInvalidContext;
@@ -224,6 +229,7 @@ int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigne
 
 int cuStreamIsCapturing(void* stream, int* status) {
   RECORD(number(reinterpret_cast<long long>(stream)));
+  if (current() == nullptr) return kInvalidContext;
   *status = captured_stream != nullptr && stream == captured_stream ? 1 : 0;
   return kSuccess;
 }

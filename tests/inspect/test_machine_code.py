@@ -115,6 +115,22 @@ def test_spills_are_counted_where_they_lie():
     assert (loop.spills, loop.spills_among_products) == (3, 1)
 
 
+def test_spills_count_on_every_way_of_a_turn():
+    code = [
+        op("HMMA.16816"),  # 0: the header
+        jump(6, "P0"),
+        op("FADD"), op("FADD"), op("FADD"),  # 2 to 4: the longer way
+        jump(8),
+        op("LDL"), op("STL"),  # 6, 7: the shorter one
+        op("HMMA.16816"),  # 8
+        op("STL"),  # after the last product of a turn
+        jump(0),
+        op("EXIT"),
+    ]  # fmt: skip
+    (loop,) = loops(code)
+    assert (loop.spills, loop.spills_among_products) == (1, 2)
+
+
 def test_one_pipe_alone_sets_its_rate():
     # Two warps a scheduler, whatever they issue: the pipe's clocks for both.
     for opcode, each in (("HMMA.16816", H100.hmma), ("FMNMX", 2), ("MUFU.EX2", H100.mufu)):

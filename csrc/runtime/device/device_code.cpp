@@ -6,6 +6,25 @@ namespace {
 // What a kernel may use without asking.
 constexpr uint32_t kDefaultSharedBytes = 48 * 1024;
 
+// A module, unloaded unless it is kept: a failed load leaves nothing on the device.
+class NewModule {
+ public:
+  NewModule(const Driver& driver, const void* image, const char* of) : driver_(driver) {
+    driver.check(driver.load(&module_, image), "cuModuleLoadData", of);
+  }
+  ~NewModule() {
+    if (module_ != nullptr) driver_.unload(module_);
+  }
+  NewModule(const NewModule&) = delete;
+  NewModule& operator=(const NewModule&) = delete;
+  cu::LoadedModule get() const { return module_; }
+  void keep() { module_ = nullptr; }
+
+ private:
+  const Driver& driver_;
+  cu::LoadedModule module_ = nullptr;
+};
+
 }  // namespace
 
 const DeviceCode::OnDevice* DeviceCode::find(int device) const {
@@ -31,14 +50,14 @@ std::unique_ptr<DeviceCode::OnDevice> DeviceCode::loaded_on(int device) const {
   on->context = cuda.primary_context(device);
   on->next = first_.load(std::memory_order_relaxed);
   const CurrentContext current(cuda, on->context, code_.kernels[0].name);
-  cu::LoadedModule module = nullptr;
-  cuda.check(cuda.load(&module, code_.image), "cuModuleLoadData", code_.kernels[0].name);
+  NewModule module(cuda, code_.image, code_.kernels[0].name);
   for (int i = 0; i < code_.num_kernels; ++i) {
     const fajit_kernel_entry& kernel = code_.kernels[i];
     cu::Function function = nullptr;
     int blocks = 0;
     // Also a driver that loads lazily loads the kernel here, not at its first launch.
-    cuda.check(cuda.function(&function, module, kernel.name), "cuModuleGetFunction", kernel.name);
+    cuda.check(cuda.function(&function, module.get(), kernel.name), "cuModuleGetFunction",
+               kernel.name);
     if (kernel.shared_bytes > kDefaultSharedBytes) {
       cuda.check(cuda.set_attribute(function, cu::kMaxDynamicSharedBytes,
                                     static_cast<int>(kernel.shared_bytes)),
@@ -50,6 +69,7 @@ std::unique_ptr<DeviceCode::OnDevice> DeviceCode::loaded_on(int device) const {
     on->functions.push_back(function);
     on->blocks.push_back(blocks);
   }
+  module.keep();
   return on;
 }
 
@@ -61,6 +81,9 @@ void DeviceCode::launch(int kernel, fajit_launch& launch, int device, void* stre
     int status = cu::kCaptureStatusNone;
     // The default stream (null) cannot be captured.
     if (queue != nullptr) {
+      // A stream belongs to a context, and a new thread has none.
+      const RelaxedCaptures relaxed(cuda);
+      const CurrentContext current(cuda, cuda.primary_context(device), launch.kernel);
       cuda.check(cuda.is_capturing(queue, &status), "cuStreamIsCapturing", launch.kernel);
     }
     if (status != cu::kCaptureStatusNone) {

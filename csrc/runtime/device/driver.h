@@ -36,6 +36,7 @@ constexpr int kCaptureStatusNone = 0;      // CU_STREAM_CAPTURE_STATUS_NONE
   FUNCTION(push, cuCtxPushCurrent_v2, (Context context))                                         \
   FUNCTION(pop, cuCtxPopCurrent_v2, (Context * context))                                         \
   FUNCTION(load, cuModuleLoadData, (LoadedModule * module, const void* image))                   \
+  FUNCTION(unload, cuModuleUnload, (LoadedModule module))                                        \
   FUNCTION(function, cuModuleGetFunction,                                                        \
            (Function * function, LoadedModule module, const char* name))                         \
   FUNCTION(set_attribute, cuFuncSetAttribute, (Function function, int attribute, int value))     \

@@ -38,6 +38,7 @@ def residency() -> Iterator[Check]:
 
 def _on_device(index: int, target: str) -> Iterator[Check]:
     store = Store(env.cache_dir())
+    torch.cuda.synchronize(index)  # makes the device's context, which may take longer than all loads
     end = time.monotonic() + _LOAD_S
     shortages: list[str] = []
     refusals: list[str] = []
@@ -66,7 +67,9 @@ def _on_device(index: int, target: str) -> Iterator[Check]:
             f"{len(refusals)} artifacts cannot be loaded; the first: {refusals[0]}",
             "flashattn-jit cache verify; update the driver if it is older than the kernels need",
         )
-    if not shortages and not refusals:
+    if not loaded and not refusals:
+        yield ok(f"no kernels for {target} to look at{rest}")
+    elif not shortages and not refusals:
         yield ok(
             f"{loaded} artifacts for {target}{rest}: multiprocessors hold the blocks that were "
             "planned"

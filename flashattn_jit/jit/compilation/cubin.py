@@ -70,8 +70,7 @@ def decode(artifact: bytes, target: str) -> dict[str, tuple[Decoded, ...]]:
 def spills_among_products(artifact: bytes, target: str) -> dict[str, int]:
     """Loads and stores of local memory between the first and the last matrix instruction of a loop.
 
-    By the name of each kernel that multiplies in loops: of the loop that has most, on its longest
-    way.
+    By the name of each kernel that multiplies in loops: of the loop that has most, on any way.
     """
     return {
         name: max(loop.spills_among_products for loop in found)

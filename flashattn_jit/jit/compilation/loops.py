@@ -36,10 +36,13 @@ class Loop(Generic[Op]):
 
     common: the instructions of one turn that multiplies and copies as much as any, on the shortest
     way: no tile is masked, no maximum rises. longest: the same on the longest way.
+    spills_among_products: loads and stores of local memory that a turn can reach after a matrix
+    instruction and before another one, on any way.
     """
 
     common: tuple[Op, ...]
     longest: tuple[Op, ...]
+    spills_among_products: int
 
     @property
     def products(self) -> int:
@@ -50,12 +53,6 @@ class Loop(Generic[Op]):
     def spills(self) -> int:
         """Loads and stores of local memory in one turn."""
         return count(self.longest, *_SPILLS)
-
-    @property
-    def spills_among_products(self) -> int:
-        """Those between the first and the last matrix instruction."""
-        at = [n for n, i in enumerate(self.longest) if i.name == "HMMA"]
-        return count(self.longest[at[0] : at[-1]], *_SPILLS)
 
 
 def count(code: Iterable[Operation], *names: str) -> int:
@@ -70,7 +67,8 @@ def loops(code: Sequence[Op]) -> list[Loop[Op]]:
     for header, body in graph.loops():
         inner = any(h != header and h in body and graph.multiplies(b) for h, b in graph.loops())
         if not inner and graph.multiplies(body):
-            found.append(Loop(*(graph.way(header, body, sign) for sign in (-1, 1))))
+            ways = (graph.way(header, body, sign) for sign in (-1, 1))
+            found.append(Loop(*ways, graph.spills_among_products(header, body)))
     return found
 
 
@@ -182,6 +180,35 @@ class _Graph(Generic[Op]):
         found = best[header]
         assert found is not None, "a loop returns to its header, and a kernel ends"
         return tuple(i for s in found[1] for i in self._code[s : self._blocks[s].end])
+
+    def spills_among_products(self, header: int, body: frozenset[int]) -> int:
+        """See `Loop`: of one turn, which begins at the header."""
+        inside = {s: [b for b in self._blocks[s].successors if b in body - {header}] for s in body}
+        back: dict[int, list[int]] = {s: [] for s in body}
+        for start, ahead in inside.items():
+            for successor in ahead:
+                back[successor].append(start)
+        after = self._reached_from_products(inside)
+        before = self._reached_from_products(back)
+        found = 0
+        for start in body:
+            part = self._code[start : self._blocks[start].end]
+            at = [n for n, i in enumerate(part) if i.name == "HMMA"]
+            first = 0 if start in after else at[0] if at else len(part)
+            last = len(part) if start in before else at[-1] if at else 0
+            found += count(part[first:last], *_SPILLS)
+        return found
+
+    def _reached_from_products(self, edges: dict[int, list[int]]) -> set[int]:
+        """The blocks that a way from the end of a block with a matrix instruction reaches."""
+        reached: set[int] = set()
+        stack = [s for start, ahead in edges.items() if self.multiplies((start,)) for s in ahead]
+        while stack:
+            start = stack.pop()
+            if start not in reached:
+                reached.add(start)
+                stack += edges[start]
+        return reached
 
     def _ends(self, start: int) -> bool:
         return self._code[self._blocks[start].end - 1].name == "EXIT"

@@ -152,14 +152,17 @@ def test_storage_that_begins_with_a_later_key(kind: str, paged: bool) -> None:
     batch.check(batch.own_keys)
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["ragged", "paged"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_positions_up_to_the_largest_that_there_are(kind: str) -> None:
+def test_positions_up_to_the_largest_that_there_are(kind: str, paged: bool) -> None:
     """No sum of a position and the keys of a tile may overflow."""
     rows, end = (3 if kind == "few_row" else 35), 2**31 - 1
-    batch = Batch([Request(rows, end, end - rows, end - 230)], kind, "sm_80")
-    items = [Item(0, head, begin, last, end - 230, end) for head, begin, last in batch.tiles(0)]
-    batch.launch([item.words() for item in items]).run()
-    batch.check(batch.own_keys)
+    features = ("paged",) if paged else ()
+    for first in (end - 230, end - 70):
+        batch = Batch([Request(rows, end, end - rows, first)], kind, "sm_80", features)
+        items = [Item(0, head, begin, last, first, end) for head, begin, last in batch.tiles(0)]
+        batch.launch([item.words() for item in items]).run()
+        batch.check(batch.own_keys)
 
 
 def sharing(kind: str, target: str, paged: bool) -> tuple[Batch, ByHand, Callable[..., Any]]:

@@ -81,7 +81,10 @@ class KeyRows {
   // early.
   FAJIT_DEV KeyLocation locate(int32_t first, int rows, int32_t end) const {
     if constexpr (!kLookedUp) return {0, first, 0};
-    const int32_t position = min(first + ptx::lane_index() % rows, end - 1);
+    // The key after the last one may have no position: in unsigned arithmetic, which wraps.
+    const uint32_t begin = static_cast<uint32_t>(first);
+    const int32_t left = static_cast<int32_t>(static_cast<uint32_t>(end - 1) - begin);
+    const int32_t position = static_cast<int32_t>(begin + min(ptx::lane_index() % rows, left));
     uint32_t words[4];
     ptx::load_words(words, bases_ + 16);
     const int32_t stored = static_cast<int32_t>(words[1]);

@@ -4,7 +4,7 @@
 // evaluation serves 32 tiles: a tile proven empty is never loaded, one proven full runs no mask
 // code. Every warp does this separately, which needs no block barrier; its state is in shared
 // memory, because the loop over the keys has no registers to spare. A loop takes single tiles
-// (`next`) or runs of adjacent ones with the same state (`find_run`), of which the next is found
+// (`next`) or runs of adjacent ones with the same state (`take_run`), of which the next is found
 // before the one in use ends.
 #pragma once
 #include <fajit/cuda/common/block_states.h>
@@ -41,8 +41,8 @@ class KvWalk {
   FAJIT_DEV KvWalk(const Context& c, const fajit_work& item, int32_t begin, int32_t end,
                    unsigned char* shared)
       : c_(c), item_(item), shared_(ptx::shared_address(shared)) {
-    store({begin - 32 * kStep, end, 0,
-           0});  // next() classifies the first group too: the code is large
+    // The group before the first: next_group() classifies the first one too, as the code is large.
+    store({begin - 32 * kStep, max(begin, end), 0, 0});
   }
 
   // Finds the first run.
@@ -84,7 +84,11 @@ class KvWalk {
   FAJIT_DEV bool next_group(State& s) const {
     s = load();
     while (s.visit == 0) {
-      if (s.end - s.group <= 32 * kStep) return false;
+      // Unsigned: the distance from a group before position 0 may exceed int32.
+      if (static_cast<uint32_t>(s.end) - static_cast<uint32_t>(s.group) <= 32 * kStep) {
+        store(s);  // so that the next call need not classify the last groups again
+        return false;
+      }
       s.group += 32 * kStep;
       classify_group(s);
     }

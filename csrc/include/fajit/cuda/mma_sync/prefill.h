@@ -127,7 +127,8 @@ class Prefill {
 
   // The location of the keys that this warp loads.
   FAJIT_DEV KeyLocation own_location(const KvTile& tile) const {
-    return keys_.locate(tile.begin + warp_ * kLoadRows, kLoadRows, tile.end);
+    const uint32_t first = static_cast<uint32_t>(tile.begin) + warp_ * kLoadRows;
+    return keys_.locate(static_cast<int32_t>(first), kLoadRows, tile.end);
   }
   FAJIT_DEV int own_keys(const KvTile& tile) const {
     return tile.end - tile.begin - warp_ * kLoadRows;
