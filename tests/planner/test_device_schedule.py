@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashattn_jit.planner.tiles import choose_rows, coefficients
+from flashattn_jit.variants.ir.ir import VariantIR
+
 from .batch_plans import FEW_ROW, PREFILL, Dense, Planned, check_whole, device_options, make
 
 SLOTS = 264  # two blocks on each of 132 multiprocessors
@@ -71,13 +74,33 @@ def test_a_batch_that_fills_the_slots_is_not_split():
     assert len(planned.items) == 512 and not planned.merges
 
 
-_TOO_DEAR = pytest.mark.xfail(
-    strict=True,
-    reason="a key costs what it does on a busy device, six times of what it does on an idle one",
-)
+@pytest.mark.parametrize("count", [1, 4, 8, 16, 32, 64])
+def test_a_batch_that_saturates_the_memory_is_not_split(count):
+    """58 of 264 blocks do: so many bytes are in flight to them."""
+    assert bool(decode([8192] * count).merges) == (count * 8 < 58)
 
 
-@pytest.mark.parametrize("kv_len", [64, *(pytest.param(n, marks=_TOO_DEAR) for n in (128, 200))])
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(0, 9000), min_size=1, max_size=40), st.sampled_from([(8, 8), (6, 3)]),
+    st.integers(1, 300),
+)  # fmt: skip
+def test_the_end_of_a_plan_is_that_of_workers_that_share_the_bandwidth(kv_len, heads, workers):
+    """Against a simulation of the loads, of which the latency of one item is not shared."""
+    planned = decode(kv_len, heads, workers=workers)
+    costs = coefficients(
+        choose_rows(VariantIR(()), (128, 128), ("bfloat16",) * 3, "sm_90", 1), "sm_90"
+    )
+    left = [load - costs.item_ns for load in planned.plan.load_ns(1) if load > 0]
+    time = costs.item_ns if any(x > 1e-3 for x in left) else 0.0
+    while left := [x for x in left if x > 1e-3]:
+        rate = min(workers / len(left), costs.load_ns / costs.alone_ns)
+        step = min(left) / rate
+        left, time = [x - step * rate for x in left], time + step
+    assert planned.plan.critical_ns == pytest.approx(time, rel=1e-3, abs=1)
+
+
+@pytest.mark.parametrize("kv_len", [64, 128, 200])
 def test_short_keys_are_not_split(kv_len):
     """Below two chunks of keys, and where the merge would take as long as the keys."""
     assert not decode([kv_len]).merges
