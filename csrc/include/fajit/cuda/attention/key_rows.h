@@ -50,7 +50,8 @@ FAJIT_DEV int32_t end_of_positions(const fajit_args& a, const fajit_work& item) 
 
 // The addresses of the item's first rows are shared memory address, a copy for each warp, and are
 // reloaded for every tile: the largest tiles have no registers left for them.
-template <class Config>
+// kReadOnce: no other item reads the same keys.
+template <class Config, bool kReadOnce>
 class KeyRows {
  public:
   static constexpr bool kLookedUp = Config::kPaged || Config::kSparse;
@@ -132,26 +133,28 @@ class KeyRows {
 
  private:
   template <int HeadDim, int Dim, int kRows>
-  FAJIT_DEV static void load(unsigned char* tile, int first_row, int count, KeyLocation location,
-                             const uint16_t* base, const int64_t (&stride)[3]) {
+  FAJIT_DEV void load(unsigned char* tile, int first_row, int count, KeyLocation location,
+                      const uint16_t* base, const int64_t (&stride)[3]) const {
     const uint16_t* mine = base + location.row * stride[2];
     if constexpr (Config::kPaged) mine += location.page * stride[0];
     if constexpr (kLookedUp) {
-      load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, HeldRows{mine});
+      load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, HeldRows{mine},
+                                                       policy_);
     } else {
       constexpr int kChunks = Dim / 8;
       const StridedRows rows{mine, stride[2]};
       if constexpr (Config::kAligned && ptx::kAsyncCopies && 32 % kChunks == 0 && kRows % 8 == 0 &&
                     kRows * kChunks % 32 == 0) {
-        load_strided_rows<HeadDim, Dim, kRows>(tile, first_row, count, rows);
+        load_strided_rows<HeadDim, Dim, kRows>(tile, first_row, count, rows, policy_);
       } else {
-        load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, rows);
+        load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, rows, policy_);
       }
     }
   }
 
   const fajit_args& a_;
   const uint32_t bases_;  // in shared memory
+  const ptx::L2Policy<kReadOnce> policy_{};
 };
 
 }  // namespace fajit::cuda

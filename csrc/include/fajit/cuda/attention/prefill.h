@@ -36,7 +36,7 @@ class Prefill {
   using Element = typename Config::Element;
   using QLayout = RowLayout<Config::kDim>;
   using VLayout = RowLayout<Config::kDimV>;
-  using Keys = KeyRows<Config>;
+  using Keys = KeyRows<Config, false>;
   using Walk = KvWalk<Config, Hooks, Config::kTileKv, Config::kTileKv>;
 
   static constexpr int kWarps = Config::kWarps;
