@@ -116,8 +116,8 @@ MUTANTS = (
     Mutant("rows from the first position on", KEYS,
            "int64_t{a.kv_row0[item.request]} - kv_first", "int64_t{a.kv_row0[item.request]}",
            "later"),
-    Mutant("pages from the first position on", KEYS, "location.row - first, at", "location.row, at",
-           "later paged"),
+    Mutant("pages from the first position on", KEYS, "location.row - stored, at",
+           "location.row, at", "later paged"),
     Mutant("slots from the first position on", "hooks/hook_ops.h", "int32_t(kv_idx) - first",
            "int32_t(kv_idx)", "later paged"),
     # Key lists

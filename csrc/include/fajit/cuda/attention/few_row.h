@@ -60,8 +60,8 @@ class FewRow {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSharedBytes = kScratchBegin + kWarps * Hooks::kRowTemps * 4;
 
-  FAJIT_DEV FewRow(const Context& c, const Units& units, unsigned char* shared,
-                   const fajit_work& item)
+  FAJIT_DEV FewRow(const Context& c, const Units& units, const KeyDivisors& divisors,
+                   unsigned char* shared, const fajit_work& item)
       : c_(item_context<Config>(c, item)),
         a_(*c.args),
         units_(units),
@@ -76,7 +76,7 @@ class FewRow {
         walk_(shared + kWarpsBegin + warp_ * kWarpBytes + Keys::kSharedBytes),
         listed_(ptx::shared_address(shared + kListedBegin + warp_ * kStages * kListedBytes)),
         temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
-        keys_(a_, item, kv_h_, shared + kWarpsBegin + warp_ * kWarpBytes),
+        keys_(a_, divisors, item, kv_h_, shared + kWarpsBegin + warp_ * kWarpBytes),
         mine_(packed_row<Config::kMixedRows>(a_, item,
                                              min(item.row_begin + lane_ % 16, item.row_end - 1))) {}
 

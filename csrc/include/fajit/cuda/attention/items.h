@@ -38,7 +38,7 @@ FAJIT_DEV void run_items(const Params& params, unsigned char* shared) {
       words[kWords + 1] = end;
     }
     __syncthreads();
-    if (item.request >= 0) Kernel(c, params.units, shared, item).run();
+    if (item.request >= 0) Kernel(c, params.units, params.divisors, shared, item).run();
     asm volatile("" ::: "memory");  // forces a reload instead of keeping registers
     i = words[kWords];
     end = words[kWords + 1];
