@@ -188,7 +188,9 @@ class Spreader {
   double state_ns(const Unit& unit) const { return unit.rows() * kinds_[unit.kind].state_ns; }
 
   // Assigns each unit to the least loaded worker. A unit that would raise its load above `most` is
-  // cut there, once per worker, and the rest goes to the next worker.
+  // cut there, once per worker, and the rest goes to the next worker. The kv heads of a unit follow
+  // each other, so no other unit starts between them: a page, which holds the keys of all of them,
+  // is read whole at one time.
   Spread assign(double most) const {
     Spread out;
     out.parts.reserve(ids_.size() * static_cast<size_t>(heads_) +
