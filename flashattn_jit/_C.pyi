@@ -166,7 +166,8 @@ class BatchLengths:
 
 class Kind:
     """A kernel for the planner: its tile and the costs of its work (`Kind` of
-    csrc/scheduler/batch_plan.h). module may be None if masks are not classified."""
+    csrc/scheduler/batch_plan.h). module may be None if masks are not classified. alone_ns: load_ns
+    by default, for workers that do not share a bandwidth."""
 
     def __init__(
         self,
@@ -179,6 +180,7 @@ class Kind:
         load_ns: float,
         pair_ns: float,
         state_ns: float,
+        alone_ns: float | None = None,
     ) -> None: ...
     @property
     def tile_q(self) -> int: ...

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <numeric>
 
@@ -14,8 +15,8 @@ constexpr double kGood = 1.035;
 // tile_kv, so a full worker has up to one tile less than the share, and the others must have room
 // for that.
 constexpr double kShares[] = {1.005, 1.02, 1.04, 1.06, 1.08, 1.11, 1.15, 1.2, 1.3, 1.5};
-// With splits, the longest load must be at most this part of the longest load without; and the
-// merge must be paid for.
+// With splits, the end must be at most this part of the end without; and the merge must be paid
+// for.
 constexpr double kLeastGain = 0.97;
 constexpr double kExcess = 0.03;        // part of a share that may be exceeded without a cut
 constexpr double kReplicaLoss = 1.035;  // accepted loss of planning for one kv head only
@@ -86,17 +87,40 @@ std::vector<int32_t> longest_first(const std::vector<double>& costs, double most
   return sorted;
 }
 
+// Until the last worker ends, where `share` of the workers saturate the memory. `load_ns` holds
+// their loads while all N are active; while n are, each is N / n times as fast, but at most
+// 1 / share times. All have the same rate, so a piece of load that n workers still have takes
+// max(n / N, share) of its time. The latency of a worker's first item, `item_ns`, does not depend
+// on the other workers; during those of later items others use the bandwidth, so they are load.
+double end_of(std::vector<double> load_ns, double item_ns, double share) {
+  const double workers = static_cast<double>(load_ns.size());
+  double longest = 0, sum = 0;
+  for (double& load : load_ns) {
+    load = std::max(load - item_ns, 0.0);
+    longest = std::max(longest, load);
+  }
+  if (longest == 0) return 0;
+  const double saturating = std::clamp(std::ceil(share * workers), 1.0, workers);
+  const auto last = load_ns.begin() + (static_cast<std::ptrdiff_t>(saturating) - 1);
+  std::nth_element(load_ns.begin(), last, load_ns.end(), std::greater<>());
+  const double level = *last;  // up to here, enough are active to saturate the memory
+  for (const double load : load_ns) sum += std::min(load, level);
+  return item_ns + sum / workers + share * (longest - level);
+}
+
 struct Spread {
   std::vector<Part> parts;  // in the order of assignment
   std::vector<double> load_ns;
-  double total_ns = 0, critical_ns = 0;
+  double total_ns = 0, critical_ns = 0;  // critical_ns: the longest load
+  double end_ns = 0;
   bool is_cut = false;
 
-  void finish() {
+  void finish(double item_ns, double share) {
     for (const double load : load_ns) {
       total_ns += load;
       critical_ns = std::max(critical_ns, load);
     }
+    end_ns = share < 1 ? end_of(load_ns, item_ns, share) : critical_ns;
   }
   double mean_ns() const { return total_ns / static_cast<double>(load_ns.size()); }
 };
@@ -104,10 +128,13 @@ struct Spread {
 // Assigns the units of some kv heads to some workers.
 class Spreader {
  public:
-  Spreader(const std::vector<Unit>& units, const std::vector<int32_t>& ids, const Kind (&kinds)[2],
-           const PlanOptions& options, int32_t heads, int32_t workers)
+  // kind: as of balance().
+  Spreader(const std::vector<Unit>& units, const std::vector<int32_t>& ids, int kind,
+           const Kind (&kinds)[2], const PlanOptions& options, int32_t heads, int32_t workers)
       : units_(units),
         ids_(ids),
+        item_ns_(kind < 0 ? 0 : kinds[kind].item_ns),
+        share_(kind < 0 ? 1 : kinds[kind].saturating_share()),
         kinds_(kinds),
         options_(options),
         heads_(heads),
@@ -125,17 +152,20 @@ class Spreader {
       total += cost;
       if (cost <= longest) continue;
       longest = cost;
-      // n parts take cost / n and the merge reads n states: the sum is minimal where both are
-      // equal.
-      least_share = std::sqrt(cost * kinds_[unit.kind].state_ns);
+      // n parts take cost / n, at the rate of workers that do not share the bandwidth, and the
+      // merge reads n states: the sum is minimal where both are equal.
+      least_share = std::sqrt(cost * kinds_[unit.kind].state_ns / share_);
     }
     total *= heads_;
     const double mean = total / num_workers_;
     order_ = longest_first(costs, std::min(longest, 2 * mean));
     Spread best = assign(kNoLimit);
     if (num_workers_ == 1 || best.critical_ns <= kGood * mean) return best;
-    const double whole = best.critical_ns;
-    double before = total;  // total with the cuts of the last attempt
+    // Under limits the merge is launched anyway.
+    const double merge_ns = options_.limits.max_requests > 0 ? 0 : options_.merge_ns;
+    const double least = std::min(kLeastGain * best.end_ns, best.end_ns - merge_ns);
+    if (least <= mean) return best;  // no assignment ends before the mean
+    double before = total;           // total with the cuts of the last attempt
     bool gains = false;
     for (const double share : kShares) {
       const double most = std::max(before / num_workers_ * share, least_share);
@@ -144,11 +174,8 @@ class Spreader {
       if (!next.is_cut) break;
       before = next.total_ns;
       const bool good = next.critical_ns <= kGood * next.mean_ns();
-      // Under limits the merge is launched anyway.
-      const double merge_ns = options_.limits.max_requests > 0 ? 0 : options_.merge_ns;
-      const double least =
-          gains ? best.critical_ns : std::min(kLeastGain * whole, whole - merge_ns);
-      if (next.critical_ns < least) {
+      // How many workers saturate the memory decides whether to cut; cuts then balance the loads.
+      if (next.end_ns < least && (!gains || next.critical_ns < best.critical_ns)) {
         best = std::move(next);
         gains = true;
       }
@@ -161,7 +188,9 @@ class Spreader {
   double state_ns(const Unit& unit) const { return unit.rows() * kinds_[unit.kind].state_ns; }
 
   // Assigns each unit to the least loaded worker. A unit that would raise its load above `most` is
-  // cut there, once per worker, and the rest goes to the next worker.
+  // cut there, once per worker, and the rest goes to the next worker. The kv heads of a unit follow
+  // each other, so no other unit starts between them: a page, which holds the keys of all of them,
+  // is read whole at one time.
   Spread assign(double most) const {
     Spread out;
     out.parts.reserve(ids_.size() * static_cast<size_t>(heads_) +
@@ -205,7 +234,7 @@ class Spreader {
     }
     out.load_ns = workers.loads();
     if (out.is_cut) even_out(out);
-    out.finish();
+    out.finish(item_ns_, share_);
     return out;
   }
 
@@ -307,12 +336,13 @@ class Spreader {
       }
     }
     out.load_ns = workers.loads();
-    out.finish();
+    out.finish(item_ns_, share_);
     return out;
   }
 
   const std::vector<Unit>& units_;
   const std::vector<int32_t>& ids_;
+  const double item_ns_, share_;  // see end_of(); a share of 1 if the workers run both kinds
   const Kind (&kinds_)[2];
   const PlanOptions& options_;
   const int32_t heads_, num_workers_;
@@ -326,6 +356,7 @@ Balance numbered(Spread spread, size_t num_units, int32_t heads, int32_t replica
   out.workers = static_cast<int32_t>(spread.load_ns.size());
   out.replicas = replicas;
   out.load_ns = std::move(spread.load_ns);
+  out.end_ns = spread.end_ns;
   const size_t count = spread.parts.size();
   const size_t jobs = num_units * static_cast<size_t>(heads);
   out.first_part.assign(jobs + 1, 0);
@@ -378,12 +409,13 @@ Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2]
   const int32_t all_heads = per_head ? 1 : options.num_kv_heads;
   const int32_t replicas = per_head ? 1 : std::gcd(all_heads, num_workers);
   const int32_t heads = all_heads / replicas;
-  Spread spread = Spreader(units, ids, kinds, options, heads, num_workers / replicas).spread();
+  Spread spread =
+      Spreader(units, ids, kind, kinds, options, heads, num_workers / replicas).spread();
   // With few units, planning all heads together may balance better.
-  if (replicas > 1 && spread.critical_ns > kReplicaLoss * spread.mean_ns() &&
+  if (replicas > 1 && spread.end_ns > kReplicaLoss * spread.mean_ns() &&
       ids.size() * static_cast<size_t>(all_heads) <= 2 * static_cast<size_t>(num_workers)) {
-    Spread whole = Spreader(units, ids, kinds, options, all_heads, num_workers).spread();
-    if (whole.critical_ns * kReplicaLoss < spread.critical_ns) {
+    Spread whole = Spreader(units, ids, kind, kinds, options, all_heads, num_workers).spread();
+    if (whole.end_ns * kReplicaLoss < spread.end_ns) {
       return numbered(std::move(whole), units.size(), all_heads, 1);
     }
   }

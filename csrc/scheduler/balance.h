@@ -23,7 +23,8 @@ struct Balance {
   std::vector<Part> parts;          // sorted by unit, head, keys
   std::vector<int32_t> first_part;  // [units * heads + 1]; units of another kind have no parts
   std::vector<int32_t> order;       // part numbers in the order in which workers process them
-  std::vector<double> load_ns;      // [workers]
+  std::vector<double> load_ns;      // [workers], while all are active
+  double end_ns = 0;                // until the last worker ends
 
   int32_t part_of(int64_t unit, int32_t head) const {
     return first_part[static_cast<size_t>(unit * heads + head % heads)];

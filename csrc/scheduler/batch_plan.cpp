@@ -135,20 +135,19 @@ KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& bala
   return plan;
 }
 
-void sum_loads(const PlanOptions& options, BatchPlan& plan) {
-  double longest[2] = {0, 0}, together = 0;
+void sum_loads(const PlanOptions& options, const Balance (&balances)[2], BatchPlan& plan) {
+  double together = 0;
   for (size_t w = 0; w < plan.kinds[0].load_ns.size() || w < plan.kinds[1].load_ns.size(); ++w) {
     double both = 0;
     for (int kind = 0; kind < 2; ++kind) {
       if (w >= plan.kinds[kind].load_ns.size()) continue;
       const double load = plan.kinds[kind].load_ns[w];
-      longest[kind] = std::max(longest[kind], load);
       both += load;
     }
     plan.total_ns += both;
     together = std::max(together, both);
   }
-  plan.critical_ns = options.share_workers ? together : longest[0] + longest[1];
+  plan.critical_ns = options.share_workers ? together : balances[0].end_ns + balances[1].end_ns;
 }
 
 void check_options(const Kind (&kinds)[2], const PlanOptions& o) {
@@ -171,11 +170,13 @@ void check_options(const Kind (&kinds)[2], const PlanOptions& o) {
       fail("tile_q, row_granule, tile_kv and min_chunk of a kind must be at most " +
            number(kLargestTile));
     }
-    for (const double cost : {kind.item_ns, kind.load_ns, kind.pair_ns, kind.state_ns}) {
+    for (const double cost :
+         {kind.item_ns, kind.load_ns, kind.alone_ns, kind.pair_ns, kind.state_ns}) {
       if (!(cost >= 0 && cost <= kHighestCost)) {
         fail("costs of a kind must be from 0 to 1e9 ns, got " + std::to_string(cost));
       }
     }
+    if (kind.alone_ns > kind.load_ns) fail("alone_ns of a kind must not be above load_ns");
     if (o.split_keys[k] < 0) fail("split_keys must not be negative");
   }
 }
@@ -224,7 +225,7 @@ BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (
   for (int kind = 0; kind < 2; ++kind) {
     plan.kinds[kind] = make_kind(kind, units, *balances.of_kind[kind], rows, group_size);
   }
-  sum_loads(options, plan);
+  sum_loads(options, balance_of, plan);
 
   if (has_limits) {
     plan.has_limits = true;

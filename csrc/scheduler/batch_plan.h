@@ -13,6 +13,7 @@
 
 #include <fajit/abi.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -115,8 +116,16 @@ struct Kind {
   int32_t tile_kv = 0;      // keys are cut at multiples of this
   int32_t min_chunk = 0;    // minimum keys of each part of a cut
   // Nanoseconds: an item costs item_ns + keys * max(load_ns, rows * pair_ns), rows rounded up to
-  // the granule, plus state_ns per row if it writes a partial state.
-  double item_ns = 0, load_ns = 0, pair_ns = 0, state_ns = 0;
+  // the granule, plus state_ns per row if it writes a partial state. load_ns is that of a worker
+  // while all are active and share the memory's bandwidth. With fewer each is faster, down to
+  // alone_ns per key, where the copies in flight to one worker limit it.
+  double item_ns = 0, load_ns = 0, alone_ns = 0, pair_ns = 0, state_ns = 0;
+
+  // The part of the workers that saturate the memory; 1: they do not share a bandwidth.
+  double saturating_share() const {
+    const double busy = std::max(load_ns, tile_q * pair_ns);
+    return busy > 0 ? std::max(alone_ns, tile_q * pair_ns) / busy : 1.0;
+  }
 };
 
 struct Limits {
@@ -143,7 +152,7 @@ struct PlanOptions {
 struct KindPlan {
   std::vector<fajit_work> work;        // sorted by worker
   std::vector<int32_t> worker_indptr;  // [num_workers + 1]
-  std::vector<float> load_ns;          // [num_workers]: the predicted cost of their items
+  std::vector<float> load_ns;  // [num_workers]: the cost of their items while all are active
 };
 
 // Maximum number of entries of a plan within the limits: the fixed layout of a captured graph.
@@ -162,8 +171,9 @@ struct BatchPlan {
   std::vector<int32_t> merge_sources;
   int64_t partial_rows = 0;
   int32_t max_merge_rows = 0, most_splits = 1;
-  int64_t workspace_bytes = 0;           // see workspace_bytes()
-  double total_ns = 0, critical_ns = 0;  // sum over workers; the longest worker, per launch
+  int64_t workspace_bytes = 0;  // see workspace_bytes()
+  // The sum over workers, and until the last one ends, of both launches.
+  double total_ns = 0, critical_ns = 0;
   bool has_limits = false;
   Capacity capacity;  // with limits; else the plan's own sizes
 };

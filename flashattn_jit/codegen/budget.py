@@ -26,8 +26,8 @@ keys. Here, because a change of it must change the keys of kernels."""
 
 SPILL_RULE = 1
 """Raised where the rule changes by which a build is kept or replaced by a smaller tile
-(`planner/cuda_tiles.py`, `jit/compilation/cubin.py`, `loops.py`, `ptxas_report.py`): entries hold its
-decisions, and the keys of kernels cover this file, but not those."""
+(`planner/cuda_tiles.py`; `cubin.py`, `loops.py` and `ptxas_report.py` of `jit/compilation`): entries
+hold its decisions, and the keys of kernels cover this file, but not those."""
 
 MAX_WARPS = {"prefill": 8, "few_row": 12}
 """Most warps per multiprocessor that a tile declares. Two per scheduler overlap softmax with matrix

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from ..codegen.budget import (
     MAX_WARPS,
     SPILL_BYTES,
+    WARP,
     accumulator_registers,
     ctas_per_sm,
     fits,
@@ -139,6 +140,17 @@ def in_flight_bytes(spec: KernelSpec) -> int:
     """Bytes of K and V in flight to one multiprocessor while its blocks compute."""
     stage = spec.tile_kv * (padded(spec.head_dim) + padded(spec.head_dim_v)) * 2
     return (spec.num_stages - 1) * stage * ctas_per_sm(spec) if fits(spec) else 0
+
+
+_HELD_BYTES = 4 * 16
+"""In flight to a lane without asynchronous copies: the batch of `tile/load_rows.h`."""
+
+
+def block_bytes_in_flight(spec: KernelSpec) -> int:
+    """Bytes of K and V in flight to one thread block of a few-row kernel."""
+    if architecture(spec.target) == "sm_75" or "unaligned" in spec.features:
+        return WARP * spec.num_warps * _HELD_BYTES
+    return in_flight_bytes(spec) // ctas_per_sm(spec)
 
 
 def with_tile(spec: KernelSpec, rows: int) -> KernelSpec:

@@ -381,6 +381,11 @@ keys) of 500 to 800 ns under load, and the reduction over warps."""
 _CUDA_MERGE_NS = 3000.0
 """A short kernel more in a stream or graph: from the end of the previous kernel to its end."""
 
+_CUDA_LOAD_LATENCY_NS = 1000.0
+"""From the start of a copy from device memory to its end on a loaded device. The upper end of what
+is assumed (`codegen/budget.py` has 800 ns for the depth of rings): if it is too high, more workers
+are thought to be needed, and a split is made that gains little."""
+
 _MEMORY_SHARE, _MATRIX_SHARE = 0.85, 0.5
 """Attained shares of rated figures: of memory bandwidth by streaming, and of the matrix units' rate
 by `mma.sync` kernels that also compute a softmax (FlashAttention 2 on an A100: 0.5 to 0.73)."""
@@ -415,10 +420,16 @@ class Costs(NamedTuple):
 
     Only ratios matter to a schedule, and a coefficient that is wrong by half moves a split by
     little. So the rates of a CUDA target, emulated or not, are those of its typical device.
+
+    The bandwidth of a device is shared by its active workers: with fewer of them each is faster, up
+    to ``alone`` per key, where the bytes in flight to one thread block per latency limit it
+    (Little's law). About a quarter of the slots saturate an H100, so a batch with as many items
+    gains nothing from splits. On CPUs, and for prefill, ``alone`` is ``load``.
     """
 
     item_ns: float
     load_ns: float
+    alone_ns: float
     pair_ns: float
     state_ns: float
 
@@ -443,7 +454,7 @@ def coefficients(spec: KernelSpec, target: str) -> Costs:
 
     Example:
         >>> coefficients(spec, "sm_90")
-        Costs(item_ns=2000.0, load_ns=71.2, pair_ns=0.41, state_ns=143.5)
+        Costs(item_ns=2000.0, load_ns=71.2, alone_ns=15.6, pair_ns=0.41, state_ns=143.5)
     """
     k_bytes, v_bytes = DTYPE_BYTES[spec.k_dtype], DTYPE_BYTES[spec.v_dtype]
     key_bytes = spec.head_dim * k_bytes + spec.head_dim_v * v_bytes
@@ -456,6 +467,10 @@ def coefficients(spec: KernelSpec, target: str) -> Costs:
         bytes_per_ns = device.read_bytes_per_s * _MEMORY_SHARE / workers * 1e-9
         flops_per_ns = device.flops("bfloat16") * _MATRIX_SHARE / workers * 1e-9
         item_ns = _CUDA_ITEM_NS
+        load_ns = alone_ns = key_bytes / bytes_per_ns
+        if spec.tile_kind == "few_row":
+            flying_per_ns = cuda_tiles.block_bytes_in_flight(spec) / _CUDA_LOAD_LATENCY_NS
+            alone_ns = min(load_ns, key_bytes / flying_per_ns)
     else:
         lanes = CPU_ROWS[compiled].lanes
         matrix = matrix_dtype(compiled, spec.q_dtype)
@@ -467,9 +482,8 @@ def coefficients(spec: KernelSpec, target: str) -> Costs:
         bytes_per_ns = READ_BYTES_PER_S_PER_CORE * 1e-9
         flops_per_ns = 2 * lanes * fmas * clock_hz() * 1e-9
         item_ns = _CPU_ITEM_NS
-    return Costs(
-        item_ns, key_bytes / bytes_per_ns, flops / flops_per_ns, state_bytes / bytes_per_ns
-    )
+        load_ns = alone_ns = key_bytes / bytes_per_ns
+    return Costs(item_ns, load_ns, alone_ns, flops / flops_per_ns, state_bytes / bytes_per_ns)
 
 
 def merge_cost(target: str) -> float:

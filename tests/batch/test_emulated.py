@@ -66,6 +66,13 @@ def test_formats(name: str) -> None:
     run_format(case, shape, name, dtype_of(target), target)
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 7, 64, 4099])
+def test_pages_of_any_size(page_size: int) -> None:
+    what = Math(causal=True)
+    batch = Batch((1, 2, 1), (200, 67, 5000), (4, 2), 64, torch.bfloat16, page_size)
+    check(batch, what, *attend(batch, what.variant(4), target=SM80))
+
+
 def test_pointwise_states_merge_on_the_target_with_its_own_ptx_for_it() -> None:
     """The merge of pointwise states is the one PTX that sm_89 does not share: see
     `tests.cuda.kernels.twin`."""

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from flashattn_jit.codegen.spec import TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS
 from tests.cuda.kernels import (
     EMULATED,
@@ -15,6 +16,7 @@ from tests.cuda.kernels import (
     on_target,
     ptx_of,
     spec_of,
+    specs,
     without_columns,
     without_target,
 )
@@ -43,6 +45,28 @@ def test_the_ptx_of_an_entry_is_what_is_compared() -> None:
     key = re.search(r'FAJIT_KEY "(\w+)"', kernel.folder.joinpath("kernel.cu").read_text())
     assert key is not None
     assert without_columns(kernel.ptx) == without_columns(ptx_of(kernel.spec, key[1]))
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_100"])
+@pytest.mark.parametrize(
+    ("kind", "features"),
+    [("few_row", ()), ("few_row", ("paged", "mixed_rows")), ("few_row", ("sparse",)),
+     ("few_row", ("block_mask",)), ("prefill", ("paged",))],
+)  # fmt: skip
+def test_the_l2_evicts_first_what_only_one_block_reads(
+    target: str, kind: TileKind, features: tuple[str, ...]
+) -> None:
+    """K and V of few rows, but not Q, and not keys that other rows of a request read too."""
+    spec = next(s for s in specs("causal", target, features=features) if s.tile_kind == kind)
+    text = ptx_of(spec)
+    copies = re.findall(r"cp\.async\.cg\.shared\.global(\S*) ", text)
+    hinted = copies.count(".L2::cache_hint")
+    if target == "sm_75" or kind == "prefill" or {"sparse", "block_mask"} & set(features):
+        assert hinted == 0 and "createpolicy" not in text
+    else:
+        assert text.count("createpolicy.fractional.L2::evict_first.b64") == 1
+        queries = 16 * spec.head_dim * 2 // (32 * 16)  # copies of a lane
+        assert hinted == len(copies) - queries > 0
 
 
 @pytest.mark.parametrize("target", EMULATED)

@@ -206,6 +206,19 @@ def test_late_and_early_copies_show_in_values() -> None:
     assert (clean(lines, check_races=False, async_copies="early")[:32] == 0).all()
 
 
+def test_a_cache_policy_comes_from_createpolicy() -> None:
+    make = "createpolicy.fractional.L2::evict_first.b64 %w9, 1.0;"
+    hinted = COPY.replace("global", "global.L2::cache_hint").replace("16;", "16, %w9;")
+    clean(make + hinted)
+    for other in ("", "mov.u64 %w9, 0;", make + "add.u64 %w9, %w9, 1;"):
+        error = fault(other + hinted)
+        assert error.kind == "cache policy" and "not one of createpolicy" in str(error)
+    with pytest.raises(EmulatorError, match="operands"):
+        clean(make + hinted.replace(", %w9", ""))
+    with pytest.raises(EmulatorError, match="operands"):
+        clean(make + COPY.replace("16;", "16, %r9, %w9;"))
+
+
 def test_copies_are_checked_where_they_are_issued() -> None:
     assert fault(COPY, words=100).kind == "out of bounds"
     assert fault(COPY.replace("[%r6]", "[%r6+4]")).kind == "misaligned"

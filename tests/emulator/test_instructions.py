@@ -418,17 +418,23 @@ def test_asynchronous_copies(moment: str) -> None:
     cp.async.commit_group;
     cp.async.ca.shared.global [%r4+512], [%w2+4], 4;
     cp.async.ca.shared.global [%r4+520], [%w2+8], 8;
+    createpolicy.fractional.L2::evict_first.b64 %w5;
+    cp.async.cg.shared.global.L2::cache_hint [%r4+1024], [%w2], 16, %w5;
+    cp.async.cg.shared.global.L2::cache_hint [%r4+1536], [%w2], 16, %r5, %w5;
     cp.async.commit_group;
     cp.async.wait_group 1;
     ld.shared.v4.u32 {%r10, %r11, %r12, %r13}, [%r4];
     cp.async.wait_all;
     ld.shared.u32 %r14, [%r4+512]; ld.shared.v2.u32 {%r15, %r16}, [%r4+520];
-    mul.wide.u32 %w3, %r1, 28; add.u64 %w4, %a1, %w3;
-    """ + "\n".join(f"st.global.u32 [%w4+{4 * i}], %r{10 + i};" for i in range(7))
+    ld.shared.u32 %r17, [%r4+1024]; ld.shared.u32 %r18, [%r4+1536];
+    mul.wide.u32 %w3, %r1, 36; add.u64 %w4, %a1, %w3;
+    """ + "\n".join(f"st.global.u32 [%w4+{4 * i}], %r{10 + i};" for i in range(9))
     source = random_bits((32, 16), 7, np.uint8)
-    out = np.zeros((32, 28), np.uint8)
-    launch(kernel(body, 2, shared=1024), [source, out], async_copies=moment, read_only=[0])
+    out = np.zeros((32, 36), np.uint8)
+    launch(kernel(body, 2, shared=2048), [source, out], async_copies=moment, read_only=[0])
     kept = np.arange(16)[None] < (LANES % 16)[:, None]
     np.testing.assert_array_equal(out[:, :16], np.where(kept, source, 0))
     np.testing.assert_array_equal(out[:, 16:20], source[:, 4:8])
-    np.testing.assert_array_equal(out[:, 20:], source[:, 8:])
+    np.testing.assert_array_equal(out[:, 20:28], source[:, 8:])
+    np.testing.assert_array_equal(out[:, 28:32], source[:, :4])
+    np.testing.assert_array_equal(out[:, 32:], np.where(kept, source, 0)[:, :4])

@@ -39,6 +39,27 @@ def test_costs_follow_bytes_and_products(target: str) -> None:
     assert wide.pair_ns * workers == pytest.approx(2 * narrow.pair_ns)
 
 
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+def test_few_blocks_saturate_the_memory_of_a_device(target: str) -> None:
+    """On an H100 87 of 396 blocks: 32 KiB each, of the 2.8 MB that arrive in 1 us."""
+    found = specs(target)
+    few, many = (coefficients(found[kind], target) for kind in ("few_row", "prefill"))
+    if target == "sm_75":  # loads through registers, with 2 KiB in flight to a block
+        assert few.alone_ns == few.load_ns
+    else:
+        assert 0.1 < few.alone_ns / few.load_ns < 0.5
+    assert many.alone_ns == many.load_ns
+    if target == "sm_90":
+        assert 396 * few.alone_ns / few.load_ns == pytest.approx(3350 * 0.85 / 32.768)
+
+
+@pytest.mark.parametrize("target", CPU_TARGETS)
+def test_threads_do_not_share_a_bandwidth(target: str) -> None:
+    for spec in specs(target).values():
+        costs = coefficients(spec, target)
+        assert costs.alone_ns == costs.load_ns
+
+
 def test_keys_of_one_byte_arrive_four_times_as_fast() -> None:
     whole, small = (
         coefficients(specs("cpu:avx2", kv_dtype=dtype)["few_row"], "cpu:avx2")

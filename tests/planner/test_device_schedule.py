@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .batch_plans import FEW_ROW, PREFILL, Dense, Planned, check_whole, device_options, make
+from flashattn_jit.planner.tiles import Costs, choose_rows, coefficients
+from flashattn_jit.variants.ir.ir import VariantIR
+
+from .batch_plans import (
+    FEW_ROW,
+    PREFILL,
+    Dense,
+    Paged,
+    Planned,
+    check_whole,
+    device_options,
+    make,
+)
 
 SLOTS = 264  # two blocks on each of 132 multiprocessors
 
@@ -22,6 +37,12 @@ def plan(q_len: int, kv_len: list[int], heads=(8, 8), **options) -> Planned:
 
 def decode(kv_len: list[int], heads=(8, 8), **options) -> Planned:
     return plan(1, kv_len, heads, **options)
+
+
+def few_row_costs() -> Costs:
+    """Those of `decode`."""
+    spec = choose_rows(VariantIR(()), (128, 128), ("bfloat16",) * 3, "sm_90", 1)
+    return coefficients(spec, "sm_90")
 
 
 def keys(items: list[dict[str, int]]) -> int:
@@ -71,16 +92,70 @@ def test_a_batch_that_fills_the_slots_is_not_split():
     assert len(planned.items) == 512 and not planned.merges
 
 
-_TOO_DEAR = pytest.mark.xfail(
-    strict=True,
-    reason="a key costs what it does on a busy device, six times of what it does on an idle one",
-)
+@pytest.mark.parametrize("count", [1, 4, 8, 16, 32, 64])
+def test_a_batch_that_saturates_the_memory_is_not_split(count):
+    """58 of 264 blocks do: so many bytes are in flight to them."""
+    assert bool(decode([8192] * count).merges) == (count * 8 < 58)
 
 
-@pytest.mark.parametrize("kv_len", [64, *(pytest.param(n, marks=_TOO_DEAR) for n in (128, 200))])
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(0, 9000), min_size=1, max_size=40), st.sampled_from([(8, 8), (6, 3)]),
+    st.integers(1, 300),
+)  # fmt: skip
+def test_the_end_of_a_plan_is_that_of_workers_that_share_the_bandwidth(kv_len, heads, workers):
+    """Against a simulation of the loads, of which the latency of one item is not shared."""
+    planned = decode(kv_len, heads, workers=workers)
+    costs = few_row_costs()
+    left = [load - costs.item_ns for load in planned.plan.load_ns(1) if load > 0]
+    time = costs.item_ns if any(x > 1e-3 for x in left) else 0.0
+    while left := [x for x in left if x > 1e-3]:
+        rate = min(workers / len(left), costs.load_ns / costs.alone_ns)
+        step = min(left) / rate
+        left, time = [x - step * rate for x in left], time + step
+    assert planned.plan.critical_ns == pytest.approx(time, rel=1e-3, abs=1)
+
+
+@pytest.mark.parametrize("kv_len", [64, 128, 200])
 def test_short_keys_are_not_split(kv_len):
     """Below two chunks of keys, and where the merge would take as long as the keys."""
     assert not decode([kv_len]).merges
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("workers", [7, 264, 395, 396])
+@pytest.mark.parametrize("heads", [(8, 8), (32, 8), (6, 6)])
+def test_the_kv_heads_of_a_request_start_together(heads, workers, page_size):
+    """A page holds the keys of all kv heads, 2 KiB where it has one key and eight heads. No other
+    request starts between them, so a page is read whole at one time."""
+    lengths = [int(n) for n in np.random.default_rng(workers).integers(1, 3000, 200)]
+    planned = make(
+        [1] * len(lengths), Paged(lengths, page_size), heads=heads,
+        **{**device_options("sm_90", heads[0] // heads[1], workers), "merge_ns": 1e9},
+    )  # fmt: skip
+    assert not planned.merges
+    costs = few_row_costs()
+    starts: dict[int, list[float]] = {}
+    for items in planned.lists(1):
+        start = 0.0
+        for item in items:
+            starts.setdefault(item["request"], []).append(start)
+            start += costs.item_ns + keys([item]) * costs.load_ns
+    assert {len(of) for of in starts.values()} == {heads[1]}
+    spans = sorted((min(of), max(of)) for of in starts.values())
+    assert all(last <= first + 1e-3 for (_, last), (first, _) in pairwise(spans))
+
+
+def test_the_parts_of_a_cut_request_start_together_in_all_kv_heads():
+    """Of a number of workers that the kv heads divide."""
+    planned = make([1], Paged([32768], 1), heads=(8, 8), **device_options("sm_90", 1, SLOTS))
+    assert planned.merges
+    lists = [[(i["kv_begin"], i["kv_end"]) for i in items] for items in planned.lists(1)]
+    each = SLOTS // 8
+    assert all(lists[h * each : (h + 1) * each] == lists[:each] for h in range(8))
+    assert [i["head_begin"] for i in planned.items] == sorted(
+        i["head_begin"] for i in planned.items
+    )
 
 
 def test_one_long_request_among_short_ones_is_cut_and_the_others_even_out():

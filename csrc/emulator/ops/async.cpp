@@ -5,8 +5,8 @@
 namespace fajit::emulator {
 namespace {
 
-// slots: destination address, source address, source bytes or none. kWideAddress: of the
-// destination.
+// slots: destination address, source address, source bytes or none, cache policy or none.
+// kWideAddress: of the destination.
 void copy(Warp& warp, const Insn& insn, uint32_t mask) {
   Block& block = *warp.block;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -25,6 +25,8 @@ void copy(Warp& warp, const Insn& insn, uint32_t mask) {
                   "the source size " + std::to_string(asked) + " exceeds the copy's " +
                       std::to_string(insn.count) + " bytes");
     item.source_bytes = static_cast<uint8_t>(asked);
+    if (insn.slots[3] != kNoSlot && warp.longs(insn.slots[3])[l] != kCachePolicy)
+      block.fault(warp, l, "cache policy", "the policy of the copy is not one of createpolicy");
     item.pc = warp.current;
     block.issue_copy(warp, item);
   }
@@ -61,9 +63,9 @@ void decode_cp(Decoder& d) {
   const bool bypass = d.expect_one({"ca", "cg"}) == 1;
   if (d.accept_one({"shared", "shared::cta"}) < 0 || !d.accept("global"))
     d.fail("copies go from global to shared memory");
-  const bool policy = d.has_modifier("L2::cache_hint");
+  const size_t policies = d.accept("L2::cache_hint") ? 1 : 0;
   d.ignore({"L2::"});
-  d.expect_operands(3, policy ? 5 : 4);
+  d.expect_operands(3 + policies, 4 + policies);
   const Operand& size = d.operand(2);
   if (size.kind != Operand::Kind::integer ||
       (size.bits != 4 && size.bits != 8 && size.bits != 16) || (bypass && size.bits != 16))
@@ -76,7 +78,8 @@ void decode_cp(Decoder& d) {
   d.insn.flags = 0;
   d.address(0, 0);
   d.insn.exec = copy;
-  if (d.num_operands() > 3 + (policy ? 1u : 0u)) d.insn.slots[2] = d.source(3, Type::u32);
+  if (d.num_operands() > 3 + policies) d.insn.slots[2] = d.source(3, Type::u32);
+  if (policies > 0) d.insn.slots[3] = d.source(d.num_operands() - 1, Type::b64);
 }
 
 }  // namespace fajit::emulator

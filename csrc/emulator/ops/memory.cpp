@@ -47,9 +47,9 @@ constexpr Type kBits[] = {Type::b8, Type::b16, Type::b32, Type::b32,
 
 void nothing(Warp&, const Insn&, uint32_t) {}
 
-void zero64(Warp& warp, const Insn& insn, uint32_t mask) {
+void create_policy(Warp& warp, const Insn& insn, uint32_t mask) {
   uint64_t* d = warp.longs(insn.slots[0]);
-  for_lanes(mask, [&](int l) { d[l] = 0; });
+  for_lanes(mask, [&](int l) { d[l] = kCachePolicy; });
 }
 
 void decode_access(Decoder& d, bool is_load) {
@@ -108,7 +108,7 @@ void decode_nothing(Decoder& d) {
 void decode_createpolicy(Decoder& d) {
   d.ignore({""});
   d.insn.slots[0] = d.destination(0, Type::b64);
-  d.insn.exec = zero64;
+  d.insn.exec = create_policy;
 }
 
 }  // namespace fajit::emulator

@@ -84,6 +84,8 @@ inline constexpr uint64_t kSharedWindow = 0xf5000000'00000000ull;
 inline constexpr uint64_t kLocalWindow = 0xf6000000'00000000ull;
 inline constexpr uint64_t kParamWindow = 0xf7000000'00000000ull;
 inline constexpr uint64_t kWindowMask = 0xff000000'00000000ull;
+// What createpolicy gives; its bits are not documented.
+inline constexpr uint64_t kCachePolicy = 0xf0110c1e'5eed0001ull;
 // Offset of the first shared variable, so that address 0 is out of bounds.
 inline constexpr uint32_t kSharedBase = 1024;
 

@@ -179,9 +179,10 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"griddepcontrol", "", decode_nothing, "accepted: launches run one after another",
        "test: hints"},
       {"nanosleep", "", decode_nothing, "accepted: time is not modelled", "test: hints"},
-      {"createpolicy", "b64", decode_createpolicy, "d = 0", "test: hints"},
+      {"createpolicy", "b64", decode_createpolicy, "a policy without effect", "test: hints"},
       {"cp", "async .ca .cg, 4 8 16 bytes", decode_cp,
-       "a copy to shared memory, zeros beyond the source size; groups and waits",
+       "a copy to shared memory, zeros beyond the source size; groups and waits; the policy of "
+       ".L2::cache_hint must be one of createpolicy",
        "test: asynchronous copies"},
       {"mma", "m16n8k16, m16n8k8; f16 or bf16, f32", decode_mma,
        "D = A B + C: products and their sum in ascending k in fp64, rounded once",

@@ -38,7 +38,9 @@ def residency() -> Iterator[Check]:
 
 def _on_device(index: int, target: str) -> Iterator[Check]:
     store = Store(env.cache_dir())
-    torch.cuda.synchronize(index)  # makes the device's context, which may take longer than all loads
+    torch.cuda.synchronize(
+        index
+    )  # makes the device's context, which may take longer than all loads
     end = time.monotonic() + _LOAD_S
     shortages: list[str] = []
     refusals: list[str] = []

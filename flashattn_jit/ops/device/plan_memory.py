@@ -11,7 +11,8 @@ the runs that read the previous plan, on all of their streams. Replays of a grap
 the caller replays on the stream that plans, or orders them.
 
 Another thread may be capturing a graph in CUDA's global mode, which a query of an event or an
-allocation in any thread invalidates. So plans query and allocate in the relaxed mode.
+allocation in any thread invalidates. So plans query and allocate in the relaxed mode; min/max tables
+of mask params on a device, which torch computes, are not covered.
 
 Emulated targets do the same on CPU tensors. `record` is their capture: launches as data, which
 `Recording.replay` runs unchanged, on the contents of memory at that time.
@@ -173,7 +174,7 @@ class DeviceState:
         """
         refuse_capture(self.device, "a plan was made", PLAN_FIRST)
         if not self.fixed:
-            return self._moved(tensor)
+            return self.moved(tensor)
         with self._lock:
             room = self._staged.get(name)
             if room is None:
@@ -195,10 +196,12 @@ class DeviceState:
                     fixed.copy_(tensor, non_blocking=True)
             return room if tensor.dim() == 1 else fixed
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.contiguous()
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy on the device, or the tensor itself where it is one."""
         if self.emulated or not tensor.is_cpu or not tensor.numel():
-            return tensor if tensor.device == self.device else tensor.to(self.device)
+            with contextlib.nullcontext() if self.emulated else _beside_captures():
+                return tensor.contiguous().to(self.device)
+        tensor = tensor.contiguous()
         moved = self._empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         with self._lock:
             self._copy(tensor, moved)

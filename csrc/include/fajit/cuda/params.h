@@ -2,6 +2,7 @@
 // scalars.
 #pragma once
 #include <fajit/context.h>
+#include <fajit/cuda/common/key_rows.h>
 #include <fajit/cuda/common/units.h>
 
 namespace fajit::cuda {
@@ -13,6 +14,7 @@ struct Params {
   uint64_t scalars[Config::kScalars > 0 ? Config::kScalars : 1];
   typename Hooks::Uniforms uniforms;  // values that the hooks compute from scalars alone
   Units units;
+  KeyDivisors divisors;
 
   FAJIT_FN Context context() const { return Context(&args, tensors, scalars, &uniforms); }
 };

@@ -64,7 +64,8 @@ FAJIT_DEV void run_items(const Params& params, unsigned char* shared) {
   while (feed.more()) {
     feed.put();
     __syncthreads();
-    if (feed.item().request >= 0) Kernel(c, params.units, shared, feed.item()).run();
+    if (feed.item().request >= 0)
+      Kernel(c, params.units, params.divisors, shared, feed.item()).run();
     feed.advance();
     if (feed.more()) __syncthreads();  // all warps have finished with the item and the memory
   }

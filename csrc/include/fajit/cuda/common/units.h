@@ -13,7 +13,8 @@ constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 //   score_mod or pointwise   hooks see natural units: (1, scale, log2 e)
 //   else                     the scale is folded into the multiply-add of the exponent, where a
 //                            factor of 0 or less would not keep the order of the scores, so its
-//                            sign goes to Q: (sign of scale, 1, |scale| log2 e); with a scale of 0, (0, 1, log2 e)
+//                            sign goes to Q: (sign of scale, 1, |scale| log2 e); with a scale of 0,
+//                            (0, 1, log2 e)
 struct Units { float query, score, exponent; };
 
 template <class Hooks>

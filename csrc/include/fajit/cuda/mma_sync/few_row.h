@@ -11,6 +11,12 @@
 //
 // The location of the next key is looked up one tile ahead: with pages the look-up is a load, which
 // the copies would otherwise wait for.
+//
+// An item is the only one that reads its keys, those of groups included: all rows that see them are
+// in its tile. So the L2 evicts their lines first, and keeps what is read again. A page that
+// several requests name is found there as often as by default, since the lines of K and V have the
+// same priority among themselves. Block rows of key lists and of block masks are items of their own
+// that read the same keys, so there the policy is the default.
 #pragma once
 #include <fajit/cuda/common/key_rows.h>
 #include <fajit/cuda/common/scores.h>
@@ -31,6 +37,7 @@ class FewRow {
   static constexpr int kN = kKeys / 8;
   static constexpr int kD = Config::kDimV / 8;
   static constexpr int kStages = Config::kStages;
+  using Keys = KeyRows<Config, !Config::kSparse && !Config::kBlockMask>;
   using Walk = KvWalk<Config, Hooks, kKeys, Config::kTileKv>;
   static_assert(Config::kTileQ == 16, "one block of 16 rows");
   static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the location of one key");
@@ -46,7 +53,7 @@ class FewRow {
   static constexpr int kStateBytes = kWarps * 16 * (kOutPitch + 2) * 4;
   static constexpr int kWarpsBegin =
       round_up(kQBytes + larger(kWarps * kRingBytes, kStateBytes), 16);
-  static constexpr int kWarpBytes = KeyRows<Config>::kSharedBytes + Walk::kSharedBytes;
+  static constexpr int kWarpBytes = Keys::kSharedBytes + Walk::kSharedBytes;
   static constexpr int kListedBegin = kWarpsBegin + kWarps * kWarpBytes;
   static constexpr int kListedBytes = Config::kSparse ? kKeys * 4 : 0;  // per tile
   static constexpr int kScratchBegin = kListedBegin + kWarps * kStages * kListedBytes;
@@ -55,8 +62,8 @@ class FewRow {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSharedBytes = kScratchBegin + kWarps * Hooks::kRowTemps * 4;
 
-  FAJIT_DEV FewRow(const Context& c, const Units& units, unsigned char* shared,
-                   const fajit_work& item)
+  FAJIT_DEV FewRow(const Context& c, const Units& units, const KeyDivisors& divisors,
+                   unsigned char* shared, const fajit_work& item)
       : c_(item_context<Config>(c, item)),
         a_(*c.args),
         units_(units),
@@ -68,10 +75,10 @@ class FewRow {
         q_(shared),
         ring_(shared + kQBytes + warp_ * kRingBytes),
         states_(reinterpret_cast<float*>(shared + kQBytes)),
-        walk_(shared + kWarpsBegin + warp_ * kWarpBytes + KeyRows<Config>::kSharedBytes),
+        walk_(shared + kWarpsBegin + warp_ * kWarpBytes + Keys::kSharedBytes),
         listed_(ptx::shared_address(shared + kListedBegin + warp_ * kStages * kListedBytes)),
         temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
-        keys_(a_, item, kv_h_, shared + kWarpsBegin + warp_ * kWarpBytes),
+        keys_(a_, divisors, item, kv_h_, shared + kWarpsBegin + warp_ * kWarpBytes),
         mine_(packed_row<Config::kMixedRows>(a_, item,
                                              min(item.row_begin + lane_ % 16, item.row_end - 1))) {}
 
@@ -261,7 +268,7 @@ class FewRow {
   unsigned char* const walk_;
   const uint32_t listed_;  // shared memory address: key list entries of each stage
   float* const temps_;
-  const KeyRows<Config> keys_;
+  const Keys keys_;
   const PackedRow mine_;
 };
 

@@ -38,7 +38,7 @@ class Prefill {
   using Element = typename Config::Element;
   using QLayout = RowLayout<Config::kDim>;
   using VLayout = RowLayout<Config::kDimV>;
-  using Keys = KeyRows<Config>;
+  using Keys = KeyRows<Config, false>;
   using Walk = KvWalk<Config, Hooks, Config::kTileKv, Config::kTileKv>;
 
   static constexpr int kWarps = Config::kWarps;
@@ -73,8 +73,8 @@ class Prefill {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSharedBytes = kScratchBegin + kTempBytes;
 
-  FAJIT_DEV Prefill(const Context& c, const Units& units, unsigned char* shared,
-                    const fajit_work& item)
+  FAJIT_DEV Prefill(const Context& c, const Units& units, const KeyDivisors& divisors,
+                    unsigned char* shared, const fajit_work& item)
       : c_(item_context<Config>(c, item)),
         a_(*c.args),
         units_(units),
@@ -89,7 +89,7 @@ class Prefill {
         walk_(shared + kWarpsBegin + warp_ * kWarpBytes + Keys::kSharedBytes),
         listed_(ptx::shared_address(shared + kListedBegin)),
         temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
-        keys_(a_, item, kv_h_, shared + kWarpsBegin + warp_ * kWarpBytes) {}
+        keys_(a_, divisors, item, kv_h_, shared + kWarpsBegin + warp_ * kWarpBytes) {}
 
   FAJIT_DEV void run() {
     const ThreadRows<Config, Hooks, kM> rows(c_, a_, item_);

@@ -48,11 +48,31 @@ FAJIT_DEV void store_word(uint32_t to, int32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
+// How the L2 keeps what copies read. Read once: it is evicted before other data.
+template <bool kReadOnce>
+struct L2Policy {};
+template <>
+struct L2Policy<true> {
+  uint64_t bits = 0;
+  FAJIT_DEV L2Policy() {
+#if __CUDA_ARCH__ >= 800
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(bits));
+#endif
+  }
+};
+
 // Starts a copy of `bytes` (0 to 16) bytes, and fills the rest of the 16 with zeros. For 0, nothing
 // is read.
-FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes) {
+FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes, L2Policy<false>) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+#endif
+}
+FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes, L2Policy<true> policy) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
+               "l"(from), "r"(bytes), "l"(policy.bits)
                : "memory");
 #endif
 }

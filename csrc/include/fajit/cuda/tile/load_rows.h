@@ -42,8 +42,9 @@ struct HeldRows {
 // [first_row, first_row + kRows) of `tile`; those from `count` on are zeros. Called by all lanes.
 // Where the architecture has asynchronous copies they belong to the caller's group, else they are
 // complete on return.
-template <int HeadDim, class Layout, int kRows, bool kAligned, class Rows>
-FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows rows) {
+template <int HeadDim, class Layout, int kRows, bool kAligned, class Rows, bool kReadOnce = false>
+FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows rows,
+                         [[maybe_unused]] ptx::L2Policy<kReadOnce> policy = {}) {
   constexpr int kChunks = Layout::kDim / 8;
   constexpr int kSteps = (kRows * kChunks + 31) / 32;
   constexpr bool kWhole = kRows * kChunks % 32 == 0;
@@ -57,7 +58,7 @@ FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows row
       if (!kWhole && r >= kRows) continue;
       const bool inside = r < count && (Layout::kDim == HeadDim || chunk * 8 < HeadDim);
       ptx::copy_async(to + Layout::offset(first_row + r, chunk), from + (inside ? chunk * 8 : 0),
-                      inside ? 16 : 0);
+                      inside ? 16 : 0, policy);
     }
   } else {
     // Through registers, with a few loads in flight at a time.
@@ -91,8 +92,9 @@ FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows row
 // multiple of 8. Every step advances all lanes by the same number of rows, so one address is kept
 // and incremented. If each row's address were computed separately, the compiler would keep the
 // addresses of all steps in registers across the loop over the keys.
-template <int HeadDim, class Layout, int kRows>
-FAJIT_DEV void load_strided_rows(unsigned char* tile, int first_row, int count, StridedRows rows) {
+template <int HeadDim, class Layout, int kRows, bool kReadOnce>
+FAJIT_DEV void load_strided_rows(unsigned char* tile, int first_row, int count, StridedRows rows,
+                                 ptx::L2Policy<kReadOnce> policy) {
   constexpr int kChunks = Layout::kDim / 8, kStep = 32 / kChunks;
   static_assert(32 % kChunks == 0 && kRows % kStep == 0, "whole steps");
   const int r = ptx::lane_index() / kChunks, chunk = ptx::lane_index() % kChunks;
@@ -102,7 +104,7 @@ FAJIT_DEV void load_strided_rows(unsigned char* tile, int first_row, int count, 
 #pragma unroll
   for (int j = 0; j < kRows; j += kStep) {
     const bool inside = r + j < count && (Layout::kDim == HeadDim || chunk * 8 < HeadDim);
-    ptx::copy_async(Layout::down(to, j), from, inside ? 16 : 0);
+    ptx::copy_async(Layout::down(to, j), from, inside ? 16 : 0, policy);
     from += kStep * rows.stride;
   }
 }
