@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant("the stage does not move", FEW_ROW, "stage == kStages - 1 ? 0 : stage + 1", "stage",
            "decode"),
     # Addresses
-    Mutant("rows past the end are read", LOADS, "from, inside ? 16 : 0);\n    from",
-           "from, 16);\n    from", "prefill", kinds=BOUNDS),
+    Mutant("rows past the end are read", LOADS, "from, inside ? 16 : 0, policy);\n    from",
+           "from, 16, policy);\n    from", "prefill", kinds=BOUNDS),
     Mutant("keys past the end are read", LOADS, "r >= kRows || r >= count", "r >= kRows",
            "prefill sm_75", kinds=BOUNDS),
     Mutant("states past the end are written", "attention/state.h",
