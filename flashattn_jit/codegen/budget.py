@@ -25,9 +25,9 @@ SPILL_BYTES = 64
 keys. Here, because a change of it must change the keys of kernels."""
 
 SPILL_RULE = 1
-"""Raised where the rule changes by which a build is kept or replaced by a smaller tile
-(`planner/cuda_tiles.py`; `cubin.py`, `loops.py` and `ptxas_report.py` of `jit/compilation`): entries
-hold its decisions, and the keys of kernels cover this file, but not those."""
+"""Raised where the rule changes by which a build is kept or replaced by a smaller tile. Entries
+hold its decisions; the keys of kernels cover this file, but not `planner/cuda_tiles.py` and, of
+`jit/compilation`, `cubin.py`, `loops.py` and `ptxas_report.py`."""
 
 MAX_WARPS = {"prefill": 8, "few_row": 12}
 """Most warps per multiprocessor that a tile declares. Two per scheduler overlap softmax with matrix

@@ -186,12 +186,9 @@ def test_a_failed_load_names_the_call_and_can_be_repeated(
     assert driver.state() == (-1, 0, 0)
     assert module.residency(1) == []
     calls = driver.calls("cuModuleLoadData", "cuModuleUnload")
-    failed_later = function in (
-        "cuModuleGetFunction",
-        "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-    )
-    loaded = ["cuModuleLoadData on 1"] if function == "cuModuleLoadData" or failed_later else []
-    assert calls == loaded + (["cuModuleUnload on 1"] if failed_later else [])
+    late = function in ("cuModuleGetFunction", "cuOccupancyMaxActiveBlocksPerMultiprocessor")
+    loaded = ["cuModuleLoadData on 1"] if function == "cuModuleLoadData" or late else []
+    assert calls == loaded + (["cuModuleUnload on 1"] if late else [])
     driver.fail(function, 0)
     module.load(1)
     launch(module)

@@ -59,8 +59,8 @@ def prefill(
 
 def decode(variant: Any = None) -> float:
     """Few rows over keys of two lengths, which are split."""
-    q, k, v = random(2, 8, 1, 64), random(2, 2, 700, 64), random(2, 2, 700, 64)
-    lengths = torch.tensor([700, 333], dtype=torch.int32)
+    q, k, v = random(2, 8, 1, 64), random(2, 2, 1500, 64), random(2, 2, 1500, 64)
+    lengths = torch.tensor([1500, 333], dtype=torch.int32)
     return difference(q, k, v, variant, "emulated:sm_80", kv_len=lengths)
 
 
@@ -150,8 +150,8 @@ MUTANTS = (
     # Addresses
     Mutant("the tail is loaded as a whole tile", PREFILL, "if (left >= Config::kTileKv)",
            "if (true)", "prefill", kinds=BOUNDS),
-    Mutant("rows past the end are read", LOADS, "from, inside ? 16 : 0);\n    from",
-           "from, 16);\n    from", "prefill", kinds=BOUNDS),
+    Mutant("rows past the end are read", LOADS, "from, inside ? 16 : 0, policy);\n    from",
+           "from, 16, policy);\n    from", "prefill", kinds=BOUNDS),
     Mutant("keys past the end are read", LOADS, "r >= kRows || r >= count", "r >= kRows",
            "prefill sm_75", kinds=BOUNDS),
     Mutant("states past the end are written", "common/state.h",

@@ -142,4 +142,6 @@ def test_it_stops_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernels, "_LOAD_S", -1.0)
-    assert "no kernels for sm_80 to look at (1 not looked at)" in checks()[1].detail
+    monkeypatch.setattr(kernels, "_artifacts", lambda *_: iter([entry] * 3))
+    driver.holds(9)
+    assert "1 artifacts for sm_80 (2 not looked at)" in checks()[1].detail

@@ -120,7 +120,7 @@ def test_spills_count_on_every_way_of_a_turn():
         op("HMMA.16816"),  # 0: the header
         jump(6, "P0"),
         op("FADD"), op("FADD"), op("FADD"),  # 2 to 4: the longer way
-        jump(8),
+        op("BRA", operands="`(.L_x)", target=8),
         op("LDL"), op("STL"),  # 6, 7: the shorter one
         op("HMMA.16816"),  # 8
         op("STL"),  # after the last product of a turn

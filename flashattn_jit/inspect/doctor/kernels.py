@@ -38,20 +38,18 @@ def residency() -> Iterator[Check]:
 
 def _on_device(index: int, target: str) -> Iterator[Check]:
     store = Store(env.cache_dir())
-    torch.cuda.synchronize(
-        index
-    )  # makes the device's context, which may take longer than all loads
-    end = time.monotonic() + _LOAD_S
+    end: float | None = None  # from the first load on, which also makes the device's context
     shortages: list[str] = []
     refusals: list[str] = []
     loaded = unread = 0
     for artifact in _artifacts(store, target):
-        if time.monotonic() > end:
+        if end is not None and time.monotonic() > end:
             unread += 1
             continue
         try:
             module = artifact if isinstance(artifact, _C.Module) else _opened(store, artifact)
             module.load(index)
+            end = end or time.monotonic() + _LOAD_S
         except (AbiError, CacheError, LaunchError, OSError) as refusal:
             refusals.append(str(refusal))
             continue

@@ -67,8 +67,9 @@ def loops(code: Sequence[Op]) -> list[Loop[Op]]:
     for header, body in graph.loops():
         inner = any(h != header and h in body and graph.multiplies(b) for h, b in graph.loops())
         if not inner and graph.multiplies(body):
-            ways = (graph.way(header, body, sign) for sign in (-1, 1))
-            found.append(Loop(*ways, graph.spills_among_products(header, body)))
+            shortest, longest = (graph.way(header, body, sign) for sign in (-1, 1))
+            spills = graph.spills_among_products(header, body)
+            found.append(Loop(shortest, longest, spills))
     return found
 
 

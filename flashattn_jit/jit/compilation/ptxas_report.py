@@ -55,8 +55,8 @@ class KernelResources:
     @property
     def spills_outside_products(self) -> bool:
         """Whether its local memory is spilled registers alone, none used among products."""
-        # ptxas rounds stack frames up to 8 bytes; every spilled register is stored at least once. An
-        # array would show unless registers are stored several times, but kernels have no arrays that
+        # ptxas rounds stack frames up to 8 bytes; every spilled register is stored at least once.
+        # An array shows, unless registers are stored several times; kernels have no arrays that
         # are indexed at run time.
         spilled = -(-self.spill_store_bytes // 8) * 8
         return self.spills_among_products == 0 and self.stack_bytes <= spilled

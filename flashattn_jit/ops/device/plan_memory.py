@@ -11,8 +11,8 @@ the runs that read the previous plan, on all of their streams. Replays of a grap
 the caller replays on the stream that plans, or orders them.
 
 Another thread may be capturing a graph in CUDA's global mode, which a query of an event or an
-allocation in any thread invalidates. So plans query and allocate in the relaxed mode; min/max tables
-of mask params on a device, which torch computes, are not covered.
+allocation in any thread invalidates. So plans query and allocate in the relaxed mode; the min/max
+tables of mask params on a device, which torch computes, are not covered.
 
 Emulated targets do the same on CPU tensors. `record` is their capture: launches as data, which
 `Recording.replay` runs unchanged, on the contents of memory at that time.

@@ -358,7 +358,7 @@ class Variation:
             self.block = state.upload(self.core)
         if self.page_indices is not None and not self.page_indices.numel():
             # Kernels need a valid address even if they read no entry.
-            entry = torch.zeros(1, dtype=self.page_indices.dtype)
+            entry = torch.zeros(1, dtype=self.page_indices.dtype, device="cpu")
             self.page_indices = entry if state is None else state.moved(entry)
         self.pointers = (_address(self.page_indices), _address(self.key_blocks))
 
