@@ -41,6 +41,7 @@ def test_no_batch_makes_the_scheduler_leave_its_arrays(tmp_path: Path) -> None:
     program = str(tmp_path / "fuzz")
     build = subprocess.run(
         [*compiler.command, "-std=c++17", *SANITIZE, f"-I{NATIVE / 'include'}",
+         f"-I{NATIVE / 'runtime'}",
          str(Path(__file__).with_name("plan_driver.cpp")), *sources, "-o", program],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
