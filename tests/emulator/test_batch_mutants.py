@@ -88,7 +88,7 @@ MUTANTS = (
            "lists", kinds=RACE),
     Mutant("a tile is loaded over states that leave", ITEMS, "if (feed.more()) __syncthreads();",
            "", "lists prefill", kinds=RACE),
-    Mutant("padding is work", ITEMS, "if (feed.item().request >= 0) Kernel", "Kernel", "lists"),
+    Mutant("padding is work", ITEMS, "if (feed.item().request >= 0)", "", "lists"),
     Mutant("a list goes on into the next", ITEMS, "end_ = a.worker_indptr[i_ + 1];",
            "end_ = a.worker_indptr[i_ + 1] + 1;", "lists"),
     # Merges

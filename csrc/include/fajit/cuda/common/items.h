@@ -6,7 +6,7 @@
 // the index in registers, up to 6 more registers on sm_75 to sm_90 and up to 31 more on sm_100 and
 // sm_120; with both in shared memory, 4 fewer to 2 more, and up to 17 fewer on sm_100 and sm_120
 // (see ptx::lane_index). One tile, 128 x 32 at head_dim 128 on sm_86, takes 18 more in registers
-// and 13 more in shared memory, of the 21 that it had left. No kernel spills.
+// and 13 more in shared memory, of the 21 that it had left.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cuda/ptx/device.h>
