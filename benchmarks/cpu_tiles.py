@@ -7,19 +7,15 @@ It replaces the planner's choice, to time tile kinds and tiles that the planner 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 import flashattn_jit as fa
 from benchmarks.parts.measure import Row, arguments, interleave, median, ratio, report
+from benchmarks.parts.planned_otherwise import clear_plans, on_tile, planned
 from benchmarks.parts.work import attention_flops
-from flashattn_jit.codegen.spec import KernelSpec, TileKind, default_target, matrix_dtype
-from flashattn_jit.ops.launching import launches
-from flashattn_jit.ops.planning import batch_plan
+from flashattn_jit.codegen.spec import TileKind, default_target, matrix_dtype
 from flashattn_jit.planner.tiles import few_rows, prefill_tile, prefill_tiles
 
 _PREFILLS = (
@@ -30,29 +26,6 @@ _PREFILLS = (
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-@contextlib.contextmanager
-def forced(tile_kind: TileKind, tile_q: int, tile_kv: int) -> Iterator[None]:
-    """Inside of it every new plan uses this tile."""
-    choose: Callable[..., KernelSpec] = vars(batch_plan)["choose_rows"]
-
-    def choose_forced(*args: object, **options: object) -> KernelSpec:
-        spec = choose(*args, **options)
-        return replace(spec, tile_kind=tile_kind, tile_q=tile_q, tile_kv=tile_kv)
-
-    vars(batch_plan)["choose_rows"] = choose_forced
-    _clear_plans()
-    try:
-        yield
-    finally:
-        vars(batch_plan)["choose_rows"] = choose
-        _clear_plans()
-
-
-def _clear_plans() -> None:
-    launches._launches.clear()
-    launches._kernels.clear()
-
-
 def compare_tiles(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -61,22 +34,15 @@ def compare_tiles(
     rounds: int,
 ) -> dict[str, list[float]]:
     """Times of one problem with each tile. Plans are made before: timed calls do not plan."""
-    plans = {}
+    runs = {}
     for name, tile in tiles.items():
-        with forced(*tile):
-            fa.attention(q, k, v)
-            plans[name] = dict(launches._launches)
-            kernels = [k for plan, _ in plans[name].values() for k in plan.kernels if k is not None]
-            used = [(k.spec.tile_kind, k.spec.tile_q, k.spec.tile_kv) for k in kernels]
-            assert used == [tile], f"asked for {tile}, got {used}"
-
-    def run(name: str) -> None:
-        launches._launches.clear()
-        launches._launches.update(plans[name])
-        fa.attention(q, k, v)
-
-    times = interleave({name: partial(run, name) for name in tiles}, rounds)
-    _clear_plans()
+        tile_kind, tile_q, tile_kv = tile
+        where = on_tile(tile_kind=tile_kind, tile_q=tile_q, tile_kv=tile_kv)
+        runs[name], specs = planned(partial(fa.attention, q, k, v), where)
+        used = [(spec.tile_kind, spec.tile_q, spec.tile_kv) for spec in specs]
+        assert used == [tile], f"asked for {tile}, got {used}"
+    times = interleave(runs, rounds)
+    clear_plans()
     return times
 
 

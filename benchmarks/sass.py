@@ -159,7 +159,10 @@ def compare(found: list[Peer]) -> str:
 
 @dataclass(frozen=True)
 class Own:
-    """The prediction for one of this project's kernels; ratios over that of FlashAttention 2."""
+    """The prediction for one of this project's kernels; ratios over that of FlashAttention 2.
+
+    call_tflops: by length; None for windows. call_ratio: of the longest calls.
+    """
 
     variant: str
     head_dim: int
@@ -169,7 +172,7 @@ class Own:
     binding: str
     loop_tflops: float
     loop_ratio: float
-    call_tflops: float | None
+    call_tflops: tuple[float, ...] | None
     call_ratio: float | None
 
 
@@ -184,10 +187,14 @@ def own(device: Device, found: list[Peer]) -> Iterator[Own]:
             rate = code.flops_per_s(cost) / 1e12
             causal = name == "causal"
             call = ratio = None
-            if name in ("plain", "causal"):
-                tile, shape = (spec.tile_q, spec.tile_kv), (_TOKENS, head_dim, causal)
-                call = round(call_tflops(code.model, device, tile, shape, True), 1)
-                ratio = round(call / peer[head_dim, causal].call_tflops[-1], 3)
+            if not name.startswith("window"):
+                tile = spec.tile_q, spec.tile_kv
+                call = tuple(
+                    round(call_tflops(code.model, device, tile, (n, head_dim, causal), True), 1)
+                    for n in _LENGTHS
+                )
+            if call and name in ("plain", "causal"):
+                ratio = round(call[-1] / peer[head_dim, causal].call_tflops[-1], 3)
             yield Own(
                 name, head_dim, f"{spec.tile_q} x {spec.tile_kv}, {spec.num_stages} stages",
                 round(len(cost.loop.common) / spec.tile_kv, 2), round(cost.common.cycles, 1),
@@ -220,8 +227,9 @@ def main() -> None:
         "variant", "head_dim", "tile", "instructions per key and warp", "clocks", "bound by",
         "loop TFLOP/s", "over FlashAttention 2", "call TFLOP/s", "over FlashAttention 2",
     ]  # fmt: skip
+    shown = [asdict(row) | {"call_tflops": row.call_tflops and row.call_tflops[-1]} for row in rows]
     print("this project's kernels, predicted\n" + table(header, [
-        ["" if x is None else str(x) for x in asdict(row).values()] for row in rows
+        ["" if x is None else str(x) for x in row.values()] for row in shown
     ]))  # fmt: skip
     if options.save:
         path = RESULTS / f"machine-code-{re.sub(r'[^a-z0-9]', '', device.name.lower())}.json"

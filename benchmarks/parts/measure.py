@@ -26,8 +26,8 @@ import torch
 from benchmarks.parts import target
 from benchmarks.parts.progress import hide, show, steps
 
-_ROOT = Path(__file__).resolve().parents[2]
-RESULTS = _ROOT / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 PAIRS = 20
 Run = Callable[[], object]
 _numbers = itertools.count(1)
@@ -41,7 +41,7 @@ class Row:
     """One line of a report.
 
     goal: None for a figure without one. better: the side of the goal that meets it. spread: the
-    range of the middle half.
+    range of the middle half. predicted: by a model, before it was measured.
     """
 
     claim: str
@@ -51,6 +51,7 @@ class Row:
     better: Literal["higher", "lower"] = "higher"
     spread: tuple[float, float] | None = None
     detail: str = ""
+    predicted: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -184,7 +185,7 @@ def report(benchmark: str, rows: Sequence[Row], options: argparse.Namespace) -> 
     )
     print(table(rows))
     if options.save:
-        save(benchmark, context["machine"], context, rows)
+        print(f"saved to {save(benchmark, context['machine'], context, rows)}")
 
 
 def save(
@@ -194,7 +195,8 @@ def save(
     rows: Sequence[Row],
     folder: Path = RESULTS,
 ) -> Path:
-    """Write the rows to `folder`/<machine>-<date>.json, beside those of other benchmarks."""
+    """Write the rows to `folder`/<machine>-<date>.json, beside those of other benchmarks; returns
+    the path."""
     now = datetime.now(timezone.utc)
     path = folder / f"{machine}-{now:%Y-%m-%d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,25 +204,26 @@ def save(
     written = [asdict(r) | {"verdict": r.verdict} for r in rows]
     document[benchmark] = {"time": now.isoformat(timespec="seconds"), **context, "rows": written}
     path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    print(f"saved to {path}")
     return path
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text."""
-    cells = [["what", "goal", "measured", "middle half", "", ""]]
+    """The rows as aligned text; with a column of predictions if there are any."""
+    cells = [["what", "goal", "measured", "predicted", "middle half", "", ""]]
     for r in rows:
         sign = "" if r.goal is None else (">= " if r.better == "higher" else "<= ")
         goal = "" if r.goal is None else f"{sign}{_number(r.goal)} {r.unit}"
         spread = "" if r.spread is None else f"{_number(r.spread[0])} .. {_number(r.spread[1])}"
-        cells.append(
-            [r.claim, goal, f"{_number(r.measured)} {r.unit}", spread, r.verdict, r.detail]
-        )
+        predicted = "" if r.predicted is None else f"{_number(r.predicted)} {r.unit}"
+        measured = f"{_number(r.measured)} {r.unit}"
+        cells.append([r.claim, goal, measured, predicted, spread, r.verdict, r.detail])
+    if all(r.predicted is None for r in rows):
+        cells = [row[:3] + row[4:] for row in cells]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells
     ]
-    lines.insert(1, "  ".join("-" * w for w in widths[:4]))
+    lines.insert(1, "  ".join("-" * w for w in widths[:-2]))
     return "\n".join(lines)
 
 
@@ -239,7 +242,7 @@ def commit() -> str:
 
 def _git(*command: str) -> str:
     return subprocess.run(
-        ["git", *command], cwd=_ROOT, check=True, capture_output=True, text=True
+        ["git", *command], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()
 
 

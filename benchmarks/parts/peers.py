@@ -7,7 +7,7 @@ peer that does not run here is left out, and the report states why.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,17 +62,19 @@ def compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def that_work(peers: Mapping[str, Run]) -> dict[str, Run]:
+def that_work(
+    peers: Mapping[str, Run], synchronize: Callable[[], object] = lambda: None
+) -> dict[str, Run]:
     """The peers that run; reports the others and adds them to `missing`.
 
-    On a CPU FlexAttention needs AVX2, a compiler and supported shapes.
+    On a CPU FlexAttention needs AVX2, a compiler and supported shapes. synchronize: raises the
+    errors of work that runs on a device.
     """
     working = {}
     for name, run in peers.items():
         try:
             run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            synchronize()
         except Exception as error:  # a peer may fail in any way
             leave_out(name, error)
         else:

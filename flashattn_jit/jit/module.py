@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import BuildRequest
@@ -47,6 +47,9 @@ from flashattn_jit.jit.compilation import toolchain
 from flashattn_jit.jit.compilation.builder import Builder, BuildFunction, Obtained, Wanted
 from flashattn_jit.jit.compilation.compile_job import Compiler
 from flashattn_jit.jit.compilation.nvcc import PTX
+
+if TYPE_CHECKING:
+    from flashattn_jit.jit.compilation.ptxas_report import Report
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +159,16 @@ class KernelCache:
         origin = self.origin(module)
         value = None if origin is None else origin.meta.get("min_driver")
         return value if isinstance(value, int) else None
+
+    def resources(self, module: _C.Module) -> Report | None:
+        """ptxas' report on a CUDA module's kernels, from any layer; None if it cannot be read."""
+        from flashattn_jit.jit.compilation.ptxas_report import parse_report  # only with a device
+
+        origin = self.origin(module)
+        try:
+            return None if origin is None else parse_report(origin.read(toolchain.RESOURCES))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def forget(self) -> None:
         """Empties the memory layer, for tests. Modules that are referenced stay loaded."""
@@ -447,6 +460,7 @@ find_kernel = default.find
 load_stepping = default.load_stepping
 kernel_ptx = default.ptx
 min_driver = default.min_driver
+resources = default.resources
 prepare_kernel = default.prepare
 find_prepared = default.find_prepared
 os.register_at_fork(after_in_child=default.reset_after_fork)

@@ -1,4 +1,7 @@
-"""Skips all tests here without a CUDA device; with one, compiles kernels in parallel first."""
+"""Skips all tests here without a CUDA device; with one, compiles kernels in parallel first.
+
+`place.py` says where else they run.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.gpu.place import COMPILE_ONLY, EMULATED, NAMED, REASON, SHARE
+from tests.harness import rotation
 
 HERE = Path(__file__).parent
-REASON = "" if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
 def _here(item: pytest.Item) -> bool:
@@ -20,6 +24,14 @@ def _here(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if EMULATED:
+        mine = [
+            item
+            for item in items
+            if _here(item) and not any(m.args[0] for m in item.iter_markers("skipif"))
+        ]
+        taken = rotation.chosen(mine, SHARE, lambda item: item.path.name)
+        items[:] = [item for item in items if not _here(item) or item in taken]
     if REASON:
         for item in filter(_here, items):
             item.add_marker(pytest.mark.skip(reason=REASON))
@@ -28,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A kernel takes one core one to two seconds, and the tests need hundreds."""
     mine = [item for item in session.items if _here(item)]
-    if REASON or not mine or session.config.option.collectonly:
+    if (REASON and not COMPILE_ONLY) or not mine or session.config.option.collectonly:
         return
     from tests.gpu.harness import Want, device_target
     from tests.gpu.prewarm import compile_one
@@ -38,8 +50,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         values = getattr(item, "callspec", None) and item.callspec.params
         if values and {"case", "shape", "dtype"} <= set(values):
             wants[Want(values["case"], values["shape"], values["dtype"])] = None
-        wants |= dict.fromkeys(getattr(item.module, "WANTS", ()))
-    begin, target = time.perf_counter(), device_target()
+        wants |= dict.fromkeys(() if EMULATED else getattr(item.module, "WANTS", ()))
+    begin, target = time.perf_counter(), NAMED or device_target()
     spawn = multiprocessing.get_context("spawn")
     workers = min(len(os.sched_getaffinity(0)), len(wants))
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:

@@ -20,6 +20,7 @@ from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.variant import Bound, as_variant
 from tests.batch.oracle import Math
+from tests.gpu.place import DEVICE, TARGET
 from tests.ops.cases import EPS, assert_close, effect_of_approximations, inputs, largest
 from tests.registry.case import Case, Shape
 from tests.registry.cases import by_name
@@ -86,8 +87,8 @@ def run_case(
     case: Case,
     shape: Shape,
     dtype: torch.dtype,
-    device: str = "cuda",
-    target: str | None = None,
+    device: str = DEVICE,
+    target: str | None = TARGET,
 ) -> None:
     """Runs a case on a device and checks it against fp64 by the bound of docs/semantics.md."""
     bound, _ = _bound(case, shape)

@@ -1,7 +1,4 @@
-"""plan() and run() on the device: the parameter lists at full size, formats, graphs.
-
-`DEVICE, TARGET = "cpu", "emulated:sm_80"` runs all but the graph without a GPU, slowly.
-"""
+"""plan() and run() on the device: the parameter lists at full size, formats, graphs."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from tests.batch.oracle import Math, check
 from tests.batch.runs import attend, engine
 from tests.batch.sparse import blocks, tokens, trees
 from tests.gpu.harness import Want
+from tests.gpu.place import DEVICE, TARGET, needs_gpu
 from tests.registry.case import Case, Shape
 from tests.registry.cases import CASES
 
-DEVICE, TARGET = "cuda", None
 BF16 = torch.bfloat16
 CAUSAL = Math(causal=True)
 MOST_FEW_ROWS = 16
@@ -130,7 +127,7 @@ def test_batch_invariance() -> None:
             assert torch.equal(got, whole[b])
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA graphs")
+@needs_gpu
 @pytest.mark.parametrize("what", [CAUSAL, Math(window=200, sink=True)], ids=["causal", "window"])
 def test_one_graph_replays_every_plan_within_the_limits(what: Math) -> None:
     """The graph is captured with one batch and replayed with other lengths and batch sizes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,12 +12,14 @@ from flashattn_jit.errors import InputError, LaunchError
 from flashattn_jit.jit.module import default
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests.gpu.harness import Want
+from tests.gpu.place import DEVICE, EMULATED, TARGET, needs_gpu, synchronize
 from tests.ops.cases import assert_close
 from tests.registry.case import Shape
 
 BF16 = torch.bfloat16
-PREFILL = Shape(2, 8, 2, 300, 500, 64, 64)
-DECODE = Shape(4, 8, 2, 1, 3000, 64, 64)  # long enough for its keys to be split
+PREFILL = Shape(1, 4, 1, 300, 500, 64, 64) if EMULATED else Shape(2, 8, 2, 300, 500, 64, 64)
+DECODE = Shape(4, 4, 1, 1, 3000, 64, 64)  # long enough for its keys to be split
+attention = partial(fa.attention, target=TARGET)
 WANTS = tuple(
     Want(name, shape, BF16)
     for name in ("plain full", "plain causal", "plain window", "plain alibi")
@@ -26,10 +30,10 @@ WANTS = tuple(
 @pytest.fixture(autouse=True)
 def _settled():
     yield
-    torch.cuda.synchronize()  # raises the errors of this test before the next one
+    synchronize()  # raises the errors of this test before the next one
 
 
-def tensors(shape: Shape, seed: int = 0, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+def tensors(shape: Shape, seed: int = 0, device: str = DEVICE) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     b, hq, hkv, sq, skv, d, dv = shape
     made = ((b, hq, sq, d), (b, hkv, skv, d), (b, hkv, skv, dv))
@@ -49,8 +53,8 @@ def check(out, q, k, v, variant=None, **options) -> None:
 @pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=lambda s: s.id)
 def test_a_call_leaves_no_entry_unwritten(shape):
     q, k, v = tensors(shape)
-    out = torch.full((*q.shape[:3], shape.head_dim_v), torch.nan, dtype=BF16, device="cuda")
-    fa.attention(q, k, v, fa.Causal(), q_offset="end", out=out)
+    out = torch.full((*q.shape[:3], shape.head_dim_v), torch.nan, dtype=BF16, device=DEVICE)
+    attention(q, k, v, fa.Causal(), q_offset="end", out=out)
     check(out, q, k, v, fa.Causal(), q_offset="end")
 
 
@@ -62,8 +66,9 @@ def test_requests_of_different_lengths_packed_end_to_end():
     q = torch.randn(sum(q_len), 8, 64, generator=generator).to(BF16)
     k, v = (torch.randn(sum(kv_len), 2, 64, generator=generator).to(BF16) for _ in range(2))
     out, lse = fa.varlen_attention(
-        q.cuda(), k.cuda(), v.cuda(), q_indptr, kv_indptr, fa.Causal(), return_lse=True
-    )
+        q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), q_indptr, kv_indptr, fa.Causal(), return_lse=True,
+        target=TARGET,
+    )  # fmt: skip
     exact, exact_lse = varlen_reference(q, k, v, q_indptr, kv_indptr, fa.Causal())
     eager, _ = varlen_reference(q, k, v, q_indptr, kv_indptr, fa.Causal(), dtype=BF16)
     assert_close(out.cpu(), exact, eager)
@@ -75,7 +80,7 @@ def test_keys_past_a_request_are_never_read():
     lengths = torch.tensor([3000, 1, 1234, 0])
     for b, n in enumerate(lengths.tolist()):
         k[b, :, n:], v[b, :, n:] = torch.nan, torch.nan
-    out = fa.attention(q, k, v, kv_len=lengths)
+    out = attention(q, k, v, kv_len=lengths)
     assert torch.isfinite(out).all() and (out[3] == 0).all()
     check(out, q, k.nan_to_num(), v.nan_to_num(), kv_len=lengths)
 
@@ -86,80 +91,83 @@ def test_strided_and_unaligned_tensors():
         [k.transpose(1, 2), v.transpose(1, 2)], dim=-1
     )  # K and V of a token together
     k2, v2 = packed[..., :64].transpose(1, 2), packed[..., 64:].transpose(1, 2)
-    reference = fa.attention(q, k, v, fa.Causal())
-    assert torch.equal(fa.attention(q, k2, v2, fa.Causal()), reference)
-    storage = torch.empty(q.numel() + 1, dtype=BF16, device="cuda")
+    reference = attention(q, k, v, fa.Causal())
+    assert torch.equal(attention(q, k2, v2, fa.Causal()), reference)
+    storage = torch.empty(q.numel() + 1, dtype=BF16, device=DEVICE)
     shifted = storage[1:].view_as(q).copy_(q)  # two bytes off
-    torch.testing.assert_close(fa.attention(shifted, k, v, fa.Causal()), reference)
+    torch.testing.assert_close(attention(shifted, k, v, fa.Causal()), reference)
 
 
 def test_partial_states_merge():
     q, k, v = tensors(PREFILL)
     halves = [
-        fa.attention(q, k[:, :, a:b], v[:, :, a:b], partial=True) for a, b in ((0, 190), (190, 500))
+        attention(q, k[:, :, a:b], v[:, :, a:b], partial=True) for a, b in ((0, 190), (190, 500))
     ]
-    out, lse = fa.merge_states([o for o, _ in halves], [x for _, x in halves])
+    out, lse = fa.merge_states([o for o, _ in halves], [x for _, x in halves], target=TARGET)
     check(out.to(BF16), q, k, v)
-    whole = fa.attention(q, k, v, return_lse=True)[1]
+    whole = attention(q, k, v, return_lse=True)[1]
     torch.testing.assert_close(lse, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_equal_inputs_give_equal_bits():
     for shape in (PREFILL, DECODE):
         q, k, v = tensors(shape)
-        first = fa.attention(q, k, v, fa.ALiBi(), q_offset="end")
+        first = attention(q, k, v, fa.ALiBi(), q_offset="end")
         for _ in range(5):
-            assert torch.equal(fa.attention(q, k, v, fa.ALiBi(), q_offset="end"), first)
+            assert torch.equal(attention(q, k, v, fa.ALiBi(), q_offset="end"), first)
 
 
 def test_a_second_call_with_new_params_needs_no_new_kernel():
     q, k, v = tensors(PREFILL)
-    fa.attention(q, k, v, fa.SlidingWindow(40))
-    fa.attention(q, k, v, fa.ALiBi())
+    attention(q, k, v, fa.SlidingWindow(40))
+    attention(q, k, v, fa.ALiBi())
     compiled = fa.cache_info().compiles
     for window in (3, 64, 1000):
-        check(fa.attention(q, k, v, fa.SlidingWindow(window)), q, k, v, fa.SlidingWindow(window))
+        check(attention(q, k, v, fa.SlidingWindow(window)), q, k, v, fa.SlidingWindow(window))
     for seed in (1, 2):
-        slopes = torch.rand(8, generator=torch.Generator().manual_seed(seed))
-        out = fa.attention(q, k, v, fa.ALiBi(), slopes=slopes.cuda())
+        slopes = torch.rand(PREFILL.num_q_heads, generator=torch.Generator().manual_seed(seed))
+        out = attention(q, k, v, fa.ALiBi(), slopes=slopes.to(DEVICE))
         check(out, q, k, v, fa.ALiBi(), params={"slopes": slopes})
     assert fa.cache_info().compiles == compiled
 
 
+@needs_gpu
 @pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=lambda s: s.id)
 def test_work_goes_to_the_current_stream_alone(shape):
     q, k, v = tensors(shape)
-    expected = fa.attention(q, k, v)
+    expected = attention(q, k, v)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    fa.attention(q, k, v)
+    attention(q, k, v)
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second of the default stream
     with torch.cuda.stream(side):
-        out = fa.attention(q, k, v)
+        out = attention(q, k, v)
     side.synchronize()
     assert not torch.cuda.default_stream().query(), "the default stream was waited for"
     assert torch.equal(out, expected)
 
 
+@needs_gpu
 def test_a_steady_call_waits_for_nothing():
     q, k, v = tensors(DECODE)
     for _ in range(2):
-        fa.attention(q, k, v, fa.ALiBi(), q_offset="end")
+        attention(q, k, v, fa.ALiBi(), q_offset="end")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        fa.attention(q, k, v, fa.ALiBi(), q_offset="end")
+        attention(q, k, v, fa.ALiBi(), q_offset="end")
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@needs_gpu
 @pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=lambda s: s.id)
 def test_a_captured_call_replays_on_new_contents(shape):
     q, k, v = tensors(shape)
-    slopes = torch.rand(8, device="cuda")
+    slopes = torch.rand(PREFILL.num_q_heads, device=DEVICE)
 
     def call() -> torch.Tensor:
-        return fa.attention(q, k, v, fa.ALiBi(), q_offset="end", slopes=slopes)
+        return attention(q, k, v, fa.ALiBi(), q_offset="end", slopes=slopes)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -172,42 +180,45 @@ def test_a_captured_call_replays_on_new_contents(shape):
     for seed in (1, 2, 3):
         for old, new in zip((q, k, v), tensors(shape, seed), strict=True):
             old.copy_(new)
-        slopes.copy_(torch.rand(8, generator=torch.Generator().manual_seed(seed)))
+        slopes.copy_(torch.rand(PREFILL.num_q_heads, generator=torch.Generator().manual_seed(seed)))
         out.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
         check(out, q, k, v, fa.ALiBi(), q_offset="end", params={"slopes": slopes})
 
 
+@needs_gpu
 def test_graphs_of_several_calls_keep_their_plans():
     """The memory of a plan in a graph is neither reused nor freed when more calls are planned."""
     q, k, v = tensors(DECODE)
-    expected = fa.attention(q, k, v)
+    expected = attention(q, k, v)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fa.attention(q, k, v)
+        out = attention(q, k, v)
     for n in range(1, 400):  # other plans, other blocks of device memory
-        fa.attention(q, k[:, :, :n], v[:, :, :n])
+        attention(q, k[:, :, :n], v[:, :, :n])
     out.fill_(torch.nan)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
 
 
+@needs_gpu
 def test_what_is_not_planned_is_not_captured():
     q, k, v = tensors(PREFILL._replace(kv_len=77))
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(LaunchError, match="before the capture"), torch.cuda.graph(graph):
-        torch.zeros(1, device="cuda")  # an empty capture would warn
-        fa.attention(q, k, v)
+        torch.zeros(1, device=DEVICE)  # an empty capture would warn
+        attention(q, k, v)
 
 
+@needs_gpu
 def test_tensors_of_different_devices_are_refused():
     q, k, v = tensors(PREFILL)
     with pytest.raises(InputError, match="cpu"):
-        fa.attention(q, k.cpu(), v)
+        attention(q, k.cpu(), v)
     with pytest.raises(InputError, match=r"bfloat16|float16"):
-        fa.attention(q.float(), k.float(), v.float())
+        attention(q.float(), k.float(), v.float())
 
 
 @pytest.mark.skipif(
@@ -216,14 +227,15 @@ def test_tensors_of_different_devices_are_refused():
 def test_a_second_device_and_the_current_one_stays():
     for device in ("cuda:1", "cuda:0"):
         q, k, v = tensors(PREFILL, device=device)
-        out = fa.attention(q, k, v, fa.Causal())
+        out = attention(q, k, v, fa.Causal())
         assert out.device == q.device and torch.cuda.current_device() == 0
         check(out, q, k, v, fa.Causal())
 
 
+@needs_gpu
 def test_multiprocessors_hold_the_blocks_that_were_planned():
     q, k, v = tensors(PREFILL)
-    fa.attention(q, k, v, fa.Causal(), q_offset="end")
+    attention(q, k, v, fa.Causal(), q_offset="end")
     held = [h for loaded in default.loaded() for h in loaded.module.residency(q.device.index)]
     assert held
     assert all(blocks >= planned for _, planned, blocks in held), held

@@ -11,6 +11,7 @@ import flashattn_jit as fa
 from flashattn_jit.ops.keys.paged import Paged
 from flashattn_jit.variants.reference import varlen_reference
 from tests.gpu.harness import PLAIN, Want
+from tests.gpu.place import DEVICE, TARGET, needs_gpu
 from tests.ops.batches.paged_calls import paged_attention, paged_batch
 from tests.ops.cases import assert_close
 from tests.registry.case import Shape
@@ -19,7 +20,6 @@ BF16 = torch.bfloat16
 DECODE = ([1, 1, 1, 1], [2500, 1, 700, 0])
 MIXED = ([1, 130, 5, 0], [1900, 130, 333, 12])
 PAGE_SIZES = (1, 16, 64)
-DEVICE, TARGET = "cuda", None  # "cpu", "emulated:sm_80" runs all but the graph without a GPU
 WANTS = tuple(
     Want(name, Shape(1, 4 * group, 4, rows, 64, 64, 64), BF16, ("paged",))
     for name in PLAIN
@@ -93,8 +93,9 @@ def test_appended_tokens_are_found():
     new_k, new_v = (torch.randn(4, 4, 64).to(BF16) for _ in range(2))
     q, q_indptr = queries(q_len, 16)
     fa.append_paged_kv(
-        new_k.to(DEVICE), new_v.to(DEVICE), cache.k_pages, cache.v_pages, q_indptr, cache.paged
-    )
+        new_k.to(DEVICE), new_v.to(DEVICE), cache.k_pages, cache.v_pages, q_indptr, cache.paged,
+        target=TARGET,
+    )  # fmt: skip
     at = [37, 38, 39, 40 + 16]  # the last positions of each request
     cache.k[at], cache.v[at] = new_k, new_v
     out, _ = paged_attention(
@@ -103,7 +104,7 @@ def test_appended_tokens_are_found():
     check(out, q, cache, q_indptr, fa.Causal())
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA graphs")
+@needs_gpu
 def test_a_graph_follows_the_page_table():
     """Pages move between replays; the indices are read when the graph runs."""
     q_len, kv_len = DECODE

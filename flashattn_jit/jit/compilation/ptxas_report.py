@@ -144,7 +144,12 @@ def read_report(output: str, ptx: str, target: str, artifact: bytes) -> Report:
 
 def load_report(path: Path) -> Report:
     """The report in a CUDA entry's resources.json. Raises OSError, ValueError, KeyError."""
-    stored = json.loads(path.read_bytes())
+    return parse_report(path.read_bytes())
+
+
+def parse_report(content: bytes) -> Report:
+    """The report in the content of a resources.json. Raises ValueError, KeyError, TypeError."""
+    stored = json.loads(content)
     names = [f.name for f in fields(KernelResources)]
     return Report(
         tuple(KernelResources(**{name: k[name] for name in names}) for k in stored["kernels"]),

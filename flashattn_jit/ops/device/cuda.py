@@ -15,7 +15,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,8 +23,7 @@ from ... import _C
 from ...codegen.spec import KernelSpec
 from ...errors import InputError, LaunchError
 from ...jit.cache.layers import too_old
-from ...jit.compilation import toolchain
-from ...jit.module import min_driver, residency_shortages
+from ...jit.module import min_driver, residency_shortages, resources
 from ...planner.devices import device_hardware
 from ...planner.tiles import slots
 from ...torch_modes import is_capturing
@@ -68,14 +66,9 @@ def workers(spec: KernelSpec, device: torch.device, module: _C.Module) -> int:
 
 
 def _registers(module: _C.Module) -> int | None:
-    """Registers per thread, from the artifact's resource report; None if it has none."""
-    from ...jit.compilation import ptxas_report
-
-    try:
-        report = ptxas_report.load_report(Path(module.path).with_name(toolchain.RESOURCES))
-        return report.kernel(_KERNEL).registers
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    """Registers per thread, from the resource report of its cache entry; None if it has none."""
+    report = resources(module)
+    return None if report is None else report.kernel(_KERNEL).registers
 
 
 _hardware = cache(device_hardware)

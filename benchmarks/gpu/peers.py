@@ -9,20 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.gpu.machine import Machine
 from benchmarks.parts.measure import Run
 from benchmarks.parts.peers import compiled_flex, leave_out, missing, that_work
 
 
-def sdpa_peers(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> dict[str, Run]:
+def sdpa_peers(
+    machine: Machine, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+) -> dict[str, Run]:
     """torch SDPA's flash (FlashAttention 2) and cuDNN backends."""
     return that_work(
         {
             "flash": _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, is_causal),
             "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, is_causal),
-        }
+        },
+        machine.synchronize,
     )
 
 
@@ -34,27 +38,33 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool)
     return run
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, score_mod: Any) -> dict[str, Run]:
+def _compiled(machine: Machine) -> Any:
+    """FlexAttention, compiled; in a dry run its eager form, which needs no minute of compiling."""
+    return compiled_flex() if machine.full else flex_attention
+
+
+def flex(machine: Machine, q: Tensor, k: Tensor, v: Tensor, score_mod: Any) -> dict[str, Run]:
     """FlexAttention with a score_mod."""
-    compiled = compiled_flex()
-    return that_work({"flex": lambda: compiled(q, k, v, score_mod=score_mod)})
+    run = _compiled(machine)
+    return that_work({"flex": lambda: run(q, k, v, score_mod=score_mod)}, machine.synchronize)
 
 
-def flex_masked(q: Tensor, k: Tensor, v: Tensor, mask_mod: Any) -> dict[str, Run]:
+def flex_masked(machine: Machine, q: Tensor, k: Tensor, v: Tensor, mask_mod: Any) -> dict[str, Run]:
     """FlexAttention with a mask: the kernel alone, and with the mask's creation, also compiled."""
-    compiled = compiled_flex()
-    make = torch.compile(create_block_mask, dynamic=False)
+    run = _compiled(machine)
+    make = torch.compile(create_block_mask, dynamic=False) if machine.full else create_block_mask
     length = q.shape[2]
 
     def fresh() -> Any:
-        return make(mask_mod, None, None, length, length, device="cuda")
+        return make(mask_mod, None, None, length, length, device=machine.device)
 
     ready = fresh()
     return that_work(
         {
-            "flex": lambda: compiled(q, k, v, block_mask=ready),
-            "flex + mask": lambda: compiled(q, k, v, block_mask=fresh()),
-        }
+            "flex": lambda: run(q, k, v, block_mask=ready),
+            "flex + mask": lambda: run(q, k, v, block_mask=fresh()),
+        },
+        machine.synchronize,
     )
 
 
@@ -66,30 +76,32 @@ def flashinfer_version() -> str:
     return str(importlib.import_module("flashinfer").__version__)
 
 
-def flashinfer_prefill(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> dict[str, Run]:
+def flashinfer_prefill(
+    machine: Machine, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+) -> dict[str, Run]:
     """FlashInfer's FA2-class kernel on one request: q, k, v [1, H, S, D]."""
-    if not flashinfer_version() or q.shape[0] != 1:
+    if not flashinfer_version():
         return {}
     module = importlib.import_module("flashinfer")
     rows = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
-    return that_work(
-        {
-            "flashinfer": lambda: module.single_prefill_with_kv_cache(
-                *rows, causal=is_causal, backend="fa2"
-            )
-        }
-    )
+    run = {
+        "flashinfer": lambda: module.single_prefill_with_kv_cache(
+            *rows, causal=is_causal, backend="fa2"
+        )
+    }
+    return that_work(run, machine.synchronize)
 
 
 def flashinfer_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, indptr: Tensor, indices: Tensor, last: Tensor
-) -> dict[str, Run]:
+    machine: Machine, q: Tensor, k_pages: Tensor, v_pages: Tensor, indptr: Tensor, indices: Tensor,
+    last: Tensor,
+) -> dict[str, Run]:  # fmt: skip
     """FlashInfer's batch decode: q [B, Hq, D], pages [P, page, Hkv, D], int32 on the device."""
     if not flashinfer_version():
         return {}
     module = importlib.import_module("flashinfer")
     groups = q.shape[1] // k_pages.shape[2]
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=machine.device)
     wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
         workspace, "NHD", use_tensor_cores=groups >= 4
     )
@@ -101,4 +113,5 @@ def flashinfer_decode(
     except Exception as error:
         leave_out("flashinfer decode", error)
         return {}
-    return that_work({"flashinfer": lambda: wrapper.run(q, (k_pages, v_pages))})
+    run = {"flashinfer": lambda: wrapper.run(q, (k_pages, v_pages))}
+    return that_work(run, machine.synchronize)

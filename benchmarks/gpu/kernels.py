@@ -1,0 +1,53 @@
+"""Words about the kernels of calls: tile, registers, spills; and the rates that are predicted."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks.parts.measure import RESULTS
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.jit.module import default
+from flashattn_jit.planner.tiles import build_request
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+"""Of the predictions that benchmarks.sass saves: 16384 tokens, hidden size 2048."""
+
+_KERNEL = "fajit_attention_kernel"
+
+
+def kernel_words(spec: KernelSpec) -> str:
+    """Tile, stages, registers and spilled bytes of a kernel that this process has loaded."""
+    text = f"{spec.tile_q} x {spec.tile_kv} s{spec.num_stages}"
+    module = default.find(build_request(spec).spec)
+    report = None if module is None else default.resources(module)
+    if report is None:
+        return text
+    kernel = report.kernel(_KERNEL)
+    spilled = f"{kernel.spill_store_bytes}/{kernel.spill_load_bytes} B spilled"
+    return f"{text}, {kernel.registers} registers, {spilled}"
+
+
+def last_kernel() -> str:
+    """Words about the kernel of the latest dense or packed call that was planned."""
+    from flashattn_jit.ops.launching import launches
+
+    plan, _ = list(launches._launches.values())[-1]
+    return "; ".join(kernel_words(k.spec) for k in plan.kernels if k is not None)
+
+
+def predicted_tflops(variant: str, head_dim: int, length: int) -> float | None:
+    """The predicted rate of a call on an H100; None where benchmarks.sass saved none.
+
+    Other devices of sm_90 have the same multiprocessors and clocks under load that differ.
+    """
+    for row in json.loads((RESULTS / "machine-code-h100.json").read_text()):
+        if (row["variant"], row["head_dim"]) == (variant, head_dim) and row["call_tflops"]:
+            return float(row["call_tflops"][LENGTHS.index(length)])
+    return None
+
+
+def predicted_peer_tflops(head_dim: int, causal: bool, length: int) -> float:
+    """The same for FlashAttention 2's kernels."""
+    rows = json.loads((RESULTS / "machine-code-flash-attention-2.json").read_text())
+    found = next(r for r in rows if (r["head_dim"], r["causal"]) == (head_dim, causal))
+    return float(found["call_tflops"][LENGTHS.index(length)])

@@ -1,0 +1,107 @@
+// Kernels that each repeat one instruction, whose rates the model of machine code assumes, and one
+// that reads memory. All have one signature: `out` gets one value a thread, so that nothing is
+// removed; `data` is read; `count` is the number of repetitions, or of 16-byte words to read.
+#include <cstdint>
+
+namespace {
+
+constexpr int kChains = 8;  // independent results in flight
+__device__ int thread_of_grid() { return blockIdx.x * blockDim.x + threadIdx.x; }
+
+}  // namespace
+
+extern "C" __global__ void repeat_fma(float* out, const float* data, long long count) {
+  float x[kChains];
+  const float a = data[0], b = data[1];
+#pragma unroll
+  for (int j = 0; j < kChains; ++j) x[j] = data[j];
+#pragma unroll 4
+  for (long long i = 0; i < count; ++i)
+#pragma unroll
+    for (int j = 0; j < kChains; ++j)
+      asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(x[j]) : "f"(a), "f"(b));
+  float sum = 0;
+#pragma unroll
+  for (int j = 0; j < kChains; ++j) sum += x[j];
+  out[thread_of_grid()] = sum;
+}
+
+extern "C" __global__ void repeat_exp(float* out, const float* data, long long count) {
+  float x[kChains];
+#pragma unroll
+  for (int j = 0; j < kChains; ++j) x[j] = data[j];
+#pragma unroll 4
+  for (long long i = 0; i < count; ++i)
+#pragma unroll
+    for (int j = 0; j < kChains; ++j) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x[j]));
+  float sum = 0;
+#pragma unroll
+  for (int j = 0; j < kChains; ++j) sum += x[j];
+  out[thread_of_grid()] = sum;
+}
+
+extern "C" __global__ void repeat_mma(float* out, const float* data, long long count) {
+  float x[kChains][4];
+  uint32_t a[4], b[2];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) a[j] = __float_as_uint(data[j]);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) b[j] = __float_as_uint(data[4 + j]);
+#pragma unroll
+  for (int j = 0; j < kChains; ++j)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) x[j][k] = data[k];
+#pragma unroll 2
+  for (long long i = 0; i < count; ++i)
+#pragma unroll
+    for (int j = 0; j < kChains; ++j)
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+          "{%8,%9}, {%0,%1,%2,%3};"
+          : "+f"(x[j][0]), "+f"(x[j][1]), "+f"(x[j][2]), "+f"(x[j][3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  float sum = 0;
+#pragma unroll
+  for (int j = 0; j < kChains; ++j)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) sum += x[j][k];
+  out[thread_of_grid()] = sum;
+}
+
+// Rows of 16 bytes, one a lane: no bank conflicts. data[8] is 0; the compiler, which does not know
+// it, cannot take a load for the one before.
+extern "C" __global__ void repeat_ldmatrix(float* out, const float* data, long long count) {
+  __shared__ uint4 rows[128];
+  const uint32_t zero = __float_as_uint(data[8]);
+  rows[threadIdx.x] = make_uint4(zero, zero, zero, zero);
+  __syncthreads();
+  uint32_t at[kChains];
+#pragma unroll
+  for (int j = 0; j < kChains; ++j)
+    at[j] = static_cast<uint32_t>(__cvta_generic_to_shared(rows + (threadIdx.x ^ j)));
+#pragma unroll 4
+  for (long long i = 0; i < count; ++i)
+#pragma unroll
+    for (int j = 0; j < kChains; ++j) {
+      uint32_t r[4];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                   : "r"(at[j]));
+      at[j] += r[0] | r[1] | r[2] | r[3];
+    }
+  uint32_t sum = 0;
+#pragma unroll
+  for (int j = 0; j < kChains; ++j) sum += at[j];
+  out[thread_of_grid()] = __uint_as_float(sum);
+}
+
+extern "C" __global__ void read_words(float* out, const uint4* data, long long count) {
+  uint4 seen = make_uint4(0, 0, 0, 0);
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+#pragma unroll 4
+  for (long long i = thread_of_grid(); i < count; i += step) {
+    const uint4 word = data[i];
+    seen = make_uint4(seen.x ^ word.x, seen.y ^ word.y, seen.z ^ word.z, seen.w ^ word.w);
+  }
+  out[thread_of_grid()] = __uint_as_float(seen.x ^ seen.y ^ seen.z ^ seen.w);
+}
