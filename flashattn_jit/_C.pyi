@@ -20,8 +20,8 @@ _Strides = tuple[int, int, int] | list[int]
 _Layout = tuple[Sequence[int], Sequence[int]]
 _BlockMaskLayout = tuple[Sequence[int], Sequence[int], int, int]
 
-Launch = tuple[str, tuple[int, int, int], tuple[int, int, int], int, bytes]
-"""Kernel, grid, block, dynamic shared bytes, parameter bytes."""
+Launch = tuple[str, tuple[int, int, int], tuple[int, int, int], int, bytes, bool]
+"""Kernel, grid, block, dynamic shared bytes, parameter bytes; may it overlap the one before?"""
 
 def cpu_features() -> list[str]:
     """Features of this CPU and system beyond the baseline, by the names of `codegen.targets`."""

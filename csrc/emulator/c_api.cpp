@@ -91,6 +91,7 @@ char* fajit_emulator_run(void* program, const fajit_emulator_launch* launch) {
       allocation.begin = given.begin;
       allocation.bytes = given.bytes;
       allocation.writable = given.writable != 0;
+      allocation.pending = given.pending != 0;
       if (given.initialised == 0) allocation.written.reset(new uint8_t[given.bytes]());
       request.allocations.push_back(std::move(allocation));
     }
@@ -99,6 +100,7 @@ char* fajit_emulator_run(void* program, const fajit_emulator_launch* launch) {
     request.options.check_uninitialised = launch->check_uninitialised != 0;
     request.options.step_limit = launch->step_limit;
     request.num_threads = launch->num_threads;
+    request.overlaps = launch->overlaps != 0;
     program_of(program).run(std::move(request));
   });
 }

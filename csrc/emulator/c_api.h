@@ -12,7 +12,7 @@
 struct fajit_emulator_allocation {
   const char* name;
   uint64_t begin, bytes;
-  int32_t writable, initialised;
+  int32_t writable, initialised, pending;
 };
 
 struct fajit_emulator_launch {
@@ -26,6 +26,7 @@ struct fajit_emulator_launch {
   int64_t num_allocations;
   uint64_t step_limit;
   int32_t late_copies, check_races, check_uninitialised;
+  int32_t overlaps;  // the kernel before this one; it may write the allocations that are pending
 };
 
 FAJIT_EMULATOR_API char* fajit_emulator_open(const char* ptx, void** program);

@@ -70,6 +70,7 @@ void Program::run(Request request) {
   std::copy_n(request.grid, 3, launch.grid);
   std::copy_n(request.block, 3, launch.block);
   launch.dynamic_shared = request.shared_bytes;
+  launch.overlaps = request.overlaps;
   launch.options = request.options;
   launch.params = std::move(request.params);
   check_sizes("grid", "blocks", launch.grid, kMostBlocks);

@@ -25,6 +25,7 @@ class Program {
     uint32_t shared_bytes = 0;
     std::vector<uint8_t> params;
     std::vector<Allocation> allocations;
+    bool overlaps = false;
     Options options;
     int num_threads = 0;  // host threads; 0: one per core
   };

@@ -12,7 +12,7 @@ from ..variants.interval.simplify import range_tables
 from ..variants.lower.hooks import lower_hooks
 from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes
 from .spec import CPP_TYPES, AnySpec, KernelSpec, UtilitySpec, matrix_dtype
-from .targets import CPU_ROWS, has_amx, is_cuda
+from .targets import CPU_ROWS, has_amx, is_cuda, sm_version
 
 _NOT_WITH_SPARSE = {
     "block_mask": "key lists say which blocks are visited",
@@ -79,6 +79,7 @@ def _cuda_names(spec: KernelSpec) -> dict[str, object]:
         "min_blocks": ctas_per_sm(spec),
         "shared_bytes": shared_bytes(spec),
         "merge_shared_bytes": merge_shared_bytes(spec),
+        "merge_waits": sm_version(spec.target) >= 90,
         "element": {"float16": "Float16", "bfloat16": "Bfloat16"}[spec.q_dtype],
         "hooks": lower_hooks(spec.variant, spec.name, backend="cuda"),
     }

@@ -9,15 +9,22 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import flashattn_jit as fa
 from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import UtilitySpec
+from flashattn_jit.codegen.targets import CUDA_TARGETS, sm_version
 from flashattn_jit.errors import LaunchError
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.jit.module import load_stepping
+from flashattn_jit.ops.device import plan_memory
+from flashattn_jit.ops.device.cuda import DeviceBlock, LaunchTensors, launch_values
+from flashattn_jit.ops.device.emulated import Recording
 from flashattn_jit.planner.tiles import build_request
 from tests.cuda.kernels import compiled, spec_of
 from tests.harness.stand_in_driver import StandIn, compile_stand_in
@@ -77,7 +84,7 @@ def test_a_kernel_is_loaded_once_into_the_primary_context_of_its_device(
     module: _C.Module, driver: StandIn
 ) -> None:
     module.load(1)
-    assert driver.calls() == ["cuInit 0", *LOADED]
+    assert driver.calls() == ["cuInit 0", "cuDriverGetVersion", *LOADED]
     module.load(1)
     assert driver.calls() == []
     module.load(3)
@@ -99,7 +106,7 @@ def test_every_module_of_a_device_has_the_one_context(artifact: str, driver: Sta
 def test_a_launch_passes_the_planned_grid_and_parameters(
     module: _C.Module, driver: StandIn
 ) -> None:
-    ((_, (kernel, grid, block, shared_bytes, params)),) = call_of(module).plan_launches(**VALUES)
+    ((_, (kernel, grid, block, shared_bytes, params, _)),) = call_of(module).plan_launches(**VALUES)
     driver.records_params(len(params))
     module.load(1)
     driver.calls()
@@ -108,7 +115,7 @@ def test_a_launch_passes_the_planned_grid_and_parameters(
     assert driver.calls() == [
         "cuCtxGetCurrent",
         "cuCtxPushCurrent_v2 1",
-        f"cuLaunchKernel {kernel} on 1 {numbers} {params.hex()}",
+        f"cuLaunchKernelEx {kernel} on 1 {numbers} {params.hex()}",
         "cuCtxPopCurrent_v2 on 1",
     ]
     driver.records_params(0)
@@ -123,7 +130,7 @@ def test_a_thread_keeps_the_context_that_it_had_or_its_lack_of_one(
     before = driver.state()
     module.load(1)
     launch(module)
-    driver.fail("cuLaunchKernel", 1)
+    driver.fail("cuLaunchKernelEx", 1)
     with pytest.raises(LaunchError):
         launch(module)
     assert driver.state() == before
@@ -170,6 +177,7 @@ FAILURES = {
         f"cuOccupancyMaxActiveBlocksPerMultiprocessor of {MERGE}",
     "cuThreadExchangeStreamCaptureMode": "cuThreadExchangeStreamCaptureMode of this thread",
     "cuInit": "cuInit of ",
+    "cuDriverGetVersion": "cuDriverGetVersion of ",
 }  # fmt: skip
 
 
@@ -198,10 +206,10 @@ def test_a_failed_load_names_the_call_and_can_be_repeated(
 def test_a_failed_launch_names_the_call_kernel_grid_and_artifact(
     module: _C.Module, driver: StandIn
 ) -> None:
-    driver.fail("cuLaunchKernel", 4242)
+    driver.fail("cuLaunchKernelEx", 4242)
     with pytest.raises(LaunchError, match=rf"^{MERGE} with grid \(2, 1, 1\)") as error:
         launch(module)
-    words = f"device 1: cuLaunchKernel of {MERGE}: unknown error (error 4242)"
+    words = f"device 1: cuLaunchKernelEx of {MERGE}: unknown error (error 4242)"
     assert words in str(error.value) and module.path in str(error.value)
 
 
@@ -226,9 +234,9 @@ def test_threads_that_load_one_kernel_load_it_once(module: _C.Module, driver: St
     for thread in threads:
         thread.join()
     assert states == [(-1, 0, 0)] * 8
-    calls = driver.calls("cuModuleLoadData", "cuLaunchKernel", "cuDevicePrimaryCtxRetain")
+    calls = driver.calls("cuModuleLoadData", "cuLaunchKernelEx", "cuDevicePrimaryCtxRetain")
     assert sorted(call.split()[0] for call in calls) == [
-        "cuDevicePrimaryCtxRetain", *["cuLaunchKernel"] * 8, "cuModuleLoadData",
+        "cuDevicePrimaryCtxRetain", *["cuLaunchKernelEx"] * 8, "cuModuleLoadData",
     ]  # fmt: skip
 
 
@@ -236,11 +244,67 @@ def test_nothing_is_loaded_under_a_capture(module: _C.Module, driver: StandIn) -
     driver.captures(stream=9)
     with pytest.raises(LaunchError, match="while a CUDA graph is captured; make the same call"):
         launch(module)
-    assert driver.calls("cuModuleLoadData", "cuLaunchKernel") == []
+    assert driver.calls("cuModuleLoadData", "cuLaunchKernelEx") == []
     launch(module, stream=0)  # the default stream is never captured
     assert driver.calls("cuStreamIsCapturing") == []
     launch(module)  # loaded before: it is captured
-    assert len(driver.calls("cuLaunchKernel")) == 1
+    assert len(driver.calls("cuLaunchKernelEx")) == 1
+
+
+def attention_launches(
+    target: str, driver: StandIn, monkeypatch: pytest.MonkeyPatch, device: int = 1
+) -> list[tuple[str, bool]]:
+    """Each kernel of a call, and whether its launch may overlap the one before it.
+
+    The call has rows for both kinds of tiles and split keys; its stream is being captured.
+    """
+    dtype = torch.float16 if target == "sm_75" else torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(n, heads, 64, generator=generator).to(dtype)
+        for n, heads in ((21, 4), (1520, 1), (1520, 1))
+    )
+    rows, keys = torch.tensor([0, 1, 21]), torch.tensor([0, 1500, 1520])
+
+    def enqueued(block: DeviceBlock, call: _C.BatchCall, t: LaunchTensors, scale: float) -> Any:
+        values = launch_values(block.memory, t, scale)
+        for module, _ in call.plan_launches(*values):
+            module.load(device)
+        driver.captures(stream=9)
+        driver.calls()
+        call.launch(*values, stream=9, device=device)
+        return Recording((), ())
+
+    monkeypatch.setattr(plan_memory, "record", enqueued)
+    fa.varlen_attention(q, k, v, rows, keys, fa.Causal(), target=f"emulated:{target}")
+    found = []
+    for line in driver.calls("cuLaunchKernelEx", "cuStreamIsCapturing"):
+        function, name, *words = line.split()
+        attributes = words[words.index("attribute") :] if "attribute" in words else []
+        assert function == "cuLaunchKernelEx" and attributes in ([], ["attribute", "6", "1"])
+        found.append((name, attributes != []))
+    return found
+
+
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+def test_the_merge_alone_may_overlap_attention_where_it_can_wait(
+    target: str, driver: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attention_launches(target, driver, monkeypatch) == [
+        ("fajit_attention_kernel", False),
+        ("fajit_attention_kernel", False),
+        ("fajit_merge_kernel", sm_version(target) >= 90),
+    ]
+
+
+# A device each, since loaded kernels stay with the driver that loaded them.
+@pytest.mark.parametrize(("version", "device"), [(12000, 0), (12020, 2), (12030, 3)])
+def test_drivers_whose_graphs_have_no_programmatic_edges_launch_in_order(
+    version: int, device: int, driver: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.supports(version)
+    launches = attention_launches("sm_90", driver, monkeypatch, device)
+    assert launches[-1] == ("fajit_merge_kernel", version >= 12030)
 
 
 def test_a_load_spares_the_captures_of_other_threads(module: _C.Module, driver: StandIn) -> None:
@@ -309,6 +373,25 @@ static_assert(cu::kSuccess == CUDA_SUCCESS);
 static_assert(cu::kMaxDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
 static_assert(cu::kCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(cu::kCaptureStatusNone == CU_STREAM_CAPTURE_STATUS_NONE);
+static_assert(cu::kProgrammaticSerialization ==
+              CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+
+#define SAME_PLACE(ours, member, theirs, other)                                        \\
+  static_assert(offsetof(ours, member) == offsetof(theirs, other) &&                   \\
+                sizeof(ours::member) == sizeof(decltype(theirs::other)), #ours "::" #member)
+using cu::LaunchAttribute, cu::LaunchConfig;
+static_assert(sizeof(LaunchAttribute) == sizeof(CUlaunchAttribute), "LaunchAttribute");
+static_assert(alignof(LaunchAttribute) == alignof(CUlaunchAttribute), "LaunchAttribute");
+SAME_PLACE(LaunchAttribute, id, CUlaunchAttribute, id);
+SAME_PLACE(LaunchAttribute, value, CUlaunchAttribute,
+           value.programmaticStreamSerializationAllowed);
+static_assert(sizeof(LaunchConfig) == sizeof(CUlaunchConfig), "LaunchConfig");
+static_assert(offsetof(LaunchConfig, grid) == offsetof(CUlaunchConfig, gridDimX));
+static_assert(offsetof(LaunchConfig, block) == offsetof(CUlaunchConfig, blockDimX));
+SAME_PLACE(LaunchConfig, dynamic_shared_bytes, CUlaunchConfig, sharedMemBytes);
+SAME_PLACE(LaunchConfig, stream, CUlaunchConfig, hStream);
+SAME_PLACE(LaunchConfig, attributes, CUlaunchConfig, attrs);
+SAME_PLACE(LaunchConfig, num_attributes, CUlaunchConfig, numAttrs);
 """
 
 
@@ -318,9 +401,18 @@ static_assert(cu::kCaptureStatusNone == CU_STREAM_CAPTURE_STATUS_NONE);
         (lambda text: text, ""),
         (lambda text: text.replace("cuCtxPushCurrent_v2", "cuCtxPushCurrent"), "a later version"),
         (lambda text: text.replace("int attribute, int value", "int value"), "cuFuncSetAttribute"),
-        (lambda text: text.replace("unsigned grid_z", "size_t grid_z"), "cuLaunchKernel"),
+        (lambda text: text.replace("unsigned flags", "size_t flags"), "cuInit"),
+        (lambda text: text.replace("unsigned grid[3]", "size_t grid[3]"), "LaunchConfig"),
+        (lambda text: text.replace("char rest[60]", "char rest[64]"), "LaunchAttribute"),
     ],
-    ids=["as it is", "an old version", "a parameter less", "a wider parameter"],
+    ids=[
+        "as it is",
+        "an old version",
+        "a parameter less",
+        "a wider parameter",
+        "a wider field",
+        "a larger structure",
+    ],
 )
 def test_the_declarations_are_those_of_the_toolkits_header(
     tmp_path: Path, change: Callable[[str], str], fault: str

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from flashattn_jit.codegen.spec import TileKind
-from flashattn_jit.codegen.targets import CUDA_TARGETS
+from flashattn_jit.codegen.targets import CUDA_TARGETS, sm_version
 from tests.cuda.kernels import (
     EMULATED,
     KINDS,
@@ -67,6 +67,23 @@ def test_the_l2_evicts_first_what_only_one_block_reads(
         assert text.count("createpolicy.fractional.L2::evict_first.b64") == 1
         queries = 16 * spec.head_dim * 2 // (32 * 16)  # copies of a lane
         assert hinted == len(copies) - queries > 0
+
+
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_merge_waits_by_itself_from_sm_90_on(target: str, kind: TileKind) -> None:
+    """Before it reads a state; few rows tell it when it may start."""
+    text = ptx_of(spec_of("causal", target, kind))
+    attention, merge = (
+        re.findall(r"griddepcontrol\.\w+|ld\.global\.f32", body)
+        for body in text[text.index(".entry fajit_attention_kernel") :].split(".entry fajit_merge")
+    )
+    waits = sm_version(target) >= 90
+    hint = ["griddepcontrol.launch_dependents"] if waits and kind == "few_row" else []
+    assert [name for name in attention if "grid" in name] == hint
+    wait = ["griddepcontrol.wait"] * waits
+    assert [name for name in merge if "grid" in name] == wait
+    assert merge[: len(wait) + 1] == [*wait, "ld.global.f32"]
 
 
 @pytest.mark.parametrize("target", EMULATED)

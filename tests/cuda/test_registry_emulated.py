@@ -7,18 +7,23 @@ library meet the other kind as well, on another target. Shapes and emulated targ
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import TileKind
 from flashattn_jit.codegen.targets import EMULATED as PREFIX
+from flashattn_jit.codegen.targets import sm_version
+from flashattn_jit.ops.device import emulated, plan_memory
+from flashattn_jit.ops.device.emulated import Recording
 from flashattn_jit.planner.tiles import choose_rows
 from tests.cuda.kernels import EMULATED, IN_TURN, dtype_of, ir_of, rotating, spec_of
 from tests.harness import rotation
 from tests.ops.cases import DECODE, SMALL, fitting, run
 from tests.registry.case import Case, Shape
-from tests.registry.cases import CASES, SHAPES
+from tests.registry.cases import CASES, SHAPES, by_name
 
 HEAD_DIM = 64
 """The head dim of `spec_of`."""
@@ -68,6 +73,30 @@ def test_library_variants_with_the_other_kind_of_tile(case: Case) -> None:
     dtype = torch.float16 if turn(case) % 2 else getattr(torch, dtype_of(target))
     shape = DECODE if kind_of(case) == "prefill" else fitting(case, SMALL)
     run(case, shape, dtype, PREFIX + target)
+
+
+OVERLAPPING = [target for target in EMULATED if sm_version(target) >= 90]
+MERGED = ("sink", "sigmoid", "gated_output")
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [(name, t) for i, name in enumerate(MERGED) for t in rotation.turn(i, OVERLAPPING)],
+)
+def test_merges_that_overlap_attention(
+    name: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows of one kv head, whose keys are split."""
+    recorded: list[Recording] = []
+
+    def record(*call: Any) -> Recording:
+        recorded.append(emulated.record(*call))
+        return recorded[-1]
+
+    monkeypatch.setattr(plan_memory, "record", record)
+    run(by_name(name), Shape(1, 3, 1, 1, 1500, HEAD_DIM, HEAD_DIM), torch.bfloat16, PREFIX + target)
+    overlaps = [launch[5] for _, launch in recorded[-1].launches]
+    assert overlaps == [False, True]
 
 
 @pytest.mark.parametrize("shape", rotation.chosen(SHAPES, 2), ids=lambda s: s.id)

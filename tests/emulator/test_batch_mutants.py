@@ -98,7 +98,7 @@ MUTANTS = (
            "a.merge_sources[i]", "shared"),
     Mutant("the state of the first row", MERGE, "state_row(a, item, i) + at;",
            "state_row(a, item, i);", "lists"),
-    Mutant("no merge is a merge", MERGE, " || item.num_splits == 0", "", "lists"),
+    Mutant("no merge is a merge", MERGE, " && item.num_splits != 0", "", "lists"),
     # Rows of several requests
     Mutant("tokens in order", ROWS, "a.row_token == nullptr ? entry : a.row_token[entry]", "entry",
            "shared"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -292,6 +293,76 @@ def test_the_lowest_block_is_reported() -> None:
     lines = "mov.u32 %r9, %ctaid.x; setp.ge.u32 %p2, %r9, 5; @%p2 st.global.u32 [%a0+-4], %r1;"
     for workers in (1, 2, 4):
         assert fault(lines, grid=(40, 1, 1), num_threads=workers).block == (5, 0, 0)
+
+
+def overlapping(lines: str, overlaps: tuple[str, ...] | None, **options: Any) -> np.ndarray:
+    """A launch that may overlap a kernel that writes these arrays: array0 is %a0, array1 %a1."""
+    data = [np.full(64, 5, np.uint32), np.full(64, 7, np.uint32)]
+    text = kernel(PREAMBLE + "add.u64 %w5, %a1, %w1;" + lines, 2, "sm_90", shared=2048)
+    launch(text, data, block=(64, 1, 1), overlaps=overlaps, **options)
+    return data[1]
+
+
+READ, OTHER = "ld.global.u32 %r9, [%w2];", "ld.global.u32 %r10, [%w5];"
+STORE, GRID_WAIT = "st.global.u32 [%w5], %r9;", "griddepcontrol.wait;"
+
+
+def test_overlapping_launches_are_checked_until_they_wait() -> None:
+    """Of a kernel before this one that writes array0, and reads anything."""
+    before = ("array0",)
+    for lines in (GRID_WAIT + READ + STORE, OTHER + GRID_WAIT + READ + STORE):
+        assert (overlapping(lines, before) == 5).all()
+    for lines, words in (
+        (READ + GRID_WAIT + STORE, "the kernel before may still write"),
+        (OTHER + "st.global.u32 [%w5], %r10;" + GRID_WAIT, "a write while the kernel before may"),
+        ("red.global.add.u32 [%w5], 1;" + GRID_WAIT, "a write while the kernel before may"),
+        (COPY + "cp.async.wait_all;" + GRID_WAIT, "the kernel before may still write"),
+        (OTHER, "ends without waiting for the kernel before"),
+        ("@%p0 exit;" + GRID_WAIT, "ends without waiting for the kernel before"),
+        ("@%p1 " + GRID_WAIT + "@!%p1 exit;", "ends without waiting for the kernel before"),
+        ("@%p0 " + GRID_WAIT + "bar.sync 0;" + READ, "the kernel before may still write"),
+        ("griddepcontrol.launch_dependents;" + READ + GRID_WAIT, "may still write"),
+    ):
+        with pytest.raises(EmulatorFault, match=words) as caught:
+            overlapping(lines, before)
+        assert caught.value.kind == "dependency"
+    # In order, waiting is allowed and nothing is checked; each block waits for itself.
+    assert (overlapping(READ + STORE, None) == 5).all()
+    assert (overlapping(READ + GRID_WAIT + STORE, None) == 5).all()
+    once = "mov.u32 %r11, %ctaid.x; setp.eq.u32 %p2, %r11, 0; @%p2 " + GRID_WAIT
+    with pytest.raises(EmulatorFault, match="ends without waiting") as caught:
+        overlapping(once, before, grid=(2, 1, 1), num_threads=1)
+    assert caught.value.block == (1, 0, 0)
+
+
+def test_memory_that_overlaps_what_is_written_is_written() -> None:
+    data = np.zeros(64, np.uint32)
+    text = kernel(PREAMBLE + READ + GRID_WAIT, 1, "sm_90", shared=2048)
+    arrays = [("other", data.ctypes.data, 256, True), ("same", data.ctypes.data, 128, True)]
+    run = programs.Program(text).run
+    params = struct.pack("<Q", data.ctypes.data)
+    run("k", (1, 1, 1), (64, 1, 1), 0, params, arrays, overlaps=("nothing",))
+    with pytest.raises(EmulatorFault, match="may still write"):
+        run("k", (1, 1, 1), (64, 1, 1), 0, params, arrays, overlaps=("same",))
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "fits"),
+    [("7.8", "sm_90", True), ("8.0", "sm_90a", True), ("9.0", "sm_120", True),
+     ("7.7", "sm_90", False), ("8.0", "sm_89", False)],
+)  # fmt: skip
+@pytest.mark.parametrize("action", ["wait", "launch_dependents"])
+def test_grids_depend_on_each_other_from_sm_90_on(
+    version: str, target: str, fits: bool, action: str
+) -> None:
+    text = kernel(f"griddepcontrol.{action};", 0, target).replace(
+        ".version 8.0", f".version {version}"
+    )
+    if fits:
+        launch(text, [])
+        return
+    with pytest.raises(EmulatorError, match=r"griddepcontrol.*needs PTX ISA 7\.8 and sm_90"):
+        launch(text, [])
 
 
 def test_requests_that_cannot_be() -> None:

@@ -401,11 +401,21 @@ def test_atomics() -> None:
 def test_hints() -> None:
     lines = """
     prefetch.global.L2 [%a0]; membar.gl; fence.acq_rel.gpu; fence.proxy.async; nanosleep.u32 20;
-    griddepcontrol.wait; griddepcontrol.launch_dependents;
     createpolicy.fractional.L2::evict_first.b64 %w1, 1.0;
     ld.global.L2::cache_hint.u32 %r10, [%a0], %w1;
     """
     np.testing.assert_array_equal(per_lane(lines, LANES + 3, 1)[:, 0], 3)
+
+
+@pytest.mark.parametrize("overlaps", [None, ("array0",)])
+def test_overlapping_launches(overlaps: tuple[str, ...] | None) -> None:
+    lines = """
+    griddepcontrol.wait; ld.global.u32 %r1, [%a0];
+    griddepcontrol.launch_dependents; st.global.u32 [%a1], %r1;
+    """
+    data = [np.full(1, 3, np.uint32), np.zeros(1, np.uint32)]
+    launch(kernel(lines, 2, "sm_90"), data, overlaps=overlaps)
+    assert data[1][0] == 3
 
 
 @pytest.mark.parametrize("moment", ["late", "early"])

@@ -73,6 +73,7 @@ class Launch(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_uint32),
         ("params_bytes", ctypes.c_uint32),
-        ("padding", ctypes.c_uint64),
+        ("waits", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
         ("params", ctypes.c_ubyte * 4096),
     )

@@ -38,6 +38,10 @@ class StandIn:
         """A multiprocessor holds this number of blocks of any kernel."""
         self.library.stand_in_blocks(blocks)
 
+    def supports(self, version: int) -> None:
+        """The driver supports this version of CUDA, 12040 for 12.4, from the next load on."""
+        self.library.stand_in_version(version)
+
     def records_params(self, count: int) -> None:
         """Launches record this number of bytes of the kernel's parameter."""
         self.library.stand_in_params(count)

@@ -16,6 +16,7 @@ constexpr int kDevices = 4;
 constexpr int kRelaxed = 2;
 constexpr uint32_t kFatBinary = 0xBA55ED50;
 constexpr uint16_t kCudaMachine = 190;
+constexpr int kVersion = 12080;
 
 enum Result {
   kSuccess = 0,
@@ -39,12 +40,29 @@ struct Function {
   int shared_bytes;
 };
 
+struct Attribute {
+  int id;
+  alignas(8) union {
+    char bytes[64];
+    int allowed;  // of kProgrammaticSerialization
+  } value;
+};
+constexpr int kProgrammaticSerialization = 6;
+
+struct Config {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  void* stream;
+  Attribute* attributes;
+  unsigned num_attributes;
+};
+
 std::mutex mutex;
 std::vector<std::string> calls;
 std::map<std::string, int> failures;  // results by function
 std::deque<Module> modules;
 std::deque<Function> functions;
 int blocks = 1;
+int version = kVersion;
 bool captures_elsewhere = false;
 void* captured_stream = nullptr;
 size_t params_bytes = 0;
@@ -82,6 +100,7 @@ void stand_in_reset() {
   calls.clear();
   failures.clear();
   blocks = 1;
+  version = kVersion;
   captures_elsewhere = false;
   captured_stream = nullptr;
   stack.clear();
@@ -104,6 +123,7 @@ void stand_in_fail(const char* function, int result) {
 }
 
 void stand_in_blocks(int value) { blocks = value; }
+void stand_in_version(int value) { version = value; }
 void stand_in_params(size_t bytes) { params_bytes = bytes; }  // that launches record
 void stand_in_capture(void* stream, bool elsewhere) {
   captured_stream = stream;
@@ -118,6 +138,12 @@ int stand_in_mode() { return mode; }
 
 int cuInit(unsigned flags) {
   RECORD(number(flags));
+  return kSuccess;
+}
+
+int cuDriverGetVersion(int* result) {
+  RECORD("");
+  *result = version;
   return kSuccess;
 }
 
@@ -208,22 +234,26 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* result, Function* function,
   return kSuccess;
 }
 
-int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                   void* stream, void** params, void** extra) {
+int cuLaunchKernelEx(const Config* config, Function* function, void** params, void** extra) {
+  const Config& c = *config;
   std::string words = " " + function->name + place();
-  for (const unsigned n : {grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes})
+  for (const unsigned n :
+       {c.grid_x, c.grid_y, c.grid_z, c.block_x, c.block_y, c.block_z, c.shared_bytes})
     words += number(n);
-  words += number(reinterpret_cast<long long>(stream)) + " ";
+  words += number(reinterpret_cast<long long>(c.stream)) + " ";
   for (size_t i = 0; i < params_bytes; ++i) {
     constexpr char kDigits[] = "0123456789abcdef";
     const unsigned char byte = static_cast<const unsigned char*>(params[0])[i];
     words += {kDigits[byte >> 4], kDigits[byte & 15]};
   }
+  for (unsigned i = 0; i < c.num_attributes; ++i)
+    words += " attribute" + number(c.attributes[i].id) + number(c.attributes[i].value.allowed);
   RECORD(words);
   if (current() != function->module->context) return kInvalidHandle;
-  if (extra != nullptr || static_cast<int>(shared_bytes) > function->shared_bytes)
+  if (extra != nullptr || static_cast<int>(c.shared_bytes) > function->shared_bytes)
     return kInvalidValue;
+  for (unsigned i = 0; i < c.num_attributes; ++i)
+    if (c.attributes[i].id != kProgrammaticSerialization) return kInvalidValue;
   return kSuccess;
 }
 

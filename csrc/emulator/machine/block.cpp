@@ -51,6 +51,7 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
   for (Warp& warp : warps_) {
     warp.alive = warp.existing;
     warp.blocked = 0;
+    warp.early = launch_.overlaps ? warp.existing : 0;
     std::fill_n(warp.pc, kLanes, 0u);
     std::fill_n(warp.wait, kLanes, Wait::none);
     std::fill_n(warp.committed, kLanes, 0u);
@@ -95,6 +96,12 @@ uint8_t* Block::global_at(Warp& warp, int lane, uint64_t address, unsigned bytes
              address);
   if (access != Access::read && !found->writable)
     fault_at(warp, lane, "read-only", "a write to memory that the kernel may only read", address);
+  if ((warp.early >> lane & 1) != 0 && (access != Access::read || found->pending))
+    fault_at(warp, lane, "dependency",
+             access == Access::read
+                 ? "a read of memory that the kernel before may still write: it is not waited for"
+                 : "a write while the kernel before may still run: it is not waited for",
+             address);
   if (found->written) {
     uint8_t* written = found->written.get() + (address - found->begin);
     if (access == Access::write) {

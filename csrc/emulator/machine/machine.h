@@ -29,6 +29,7 @@ struct Launch {
   uint32_t dynamic_shared = 0;
   std::vector<uint8_t> params;
   std::vector<std::string> files;  // by the index of .file
+  bool overlaps = false;           // starts while the kernel before it runs
   Options options;
 };
 
@@ -54,6 +55,7 @@ struct Warp {
   uint32_t existing = 0;  // lanes that the block has
   uint32_t alive = 0;     // lanes that have not exited
   uint32_t blocked = 0;   // lanes that wait
+  uint32_t early = 0;     // lanes that may run beside the kernel before this one
   uint32_t current = 0;   // pc of the running instruction
   uint32_t pc[kLanes] = {};
   Wait wait[kLanes] = {};

@@ -13,6 +13,7 @@ struct Allocation {
   uint64_t begin = 0;
   uint64_t bytes = 0;
   bool writable = true;
+  bool pending = false;  // a kernel that this one overlaps may write it
   // A flag for each byte, if reads before the first write are reported; otherwise null.
   std::shared_ptr<uint8_t[]> written;
 
@@ -59,6 +60,7 @@ inline GlobalMemory::GlobalMemory(std::vector<Allocation> allocations)
       if (last.name != next.name) last.name += "/" + next.name;
       last.bytes = end - last.begin;
       last.writable = last.writable || next.writable;
+      last.pending = last.pending || next.pending;
       last.written = nullptr;
     } else {
       merged.push_back(std::move(next));

@@ -101,6 +101,10 @@ bool Block::run_warp(Warp& warp) {
 }
 
 void Block::leave(Warp& warp, uint32_t mask) {
+  if (const uint32_t early = warp.early & mask; early != 0)
+    fault(warp, __builtin_ctz(early), "dependency",
+          "the thread ends without waiting for the kernel before, so the kernel after this one may "
+          "start while that one runs");
   warp.alive &= ~mask;
   // Lanes that wait in a rendezvous check again which lanes have not exited.
   for (int lane = 0; lane < kLanes; ++lane) {

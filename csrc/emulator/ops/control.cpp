@@ -25,6 +25,9 @@ void trap(Warp& warp, const Insn&, uint32_t mask) {
 
 void meet(Warp& warp, const Insn&, uint32_t mask) { warp.block->sync_warp(warp, mask); }
 
+void wait_for_grid(Warp& warp, const Insn&, uint32_t mask) { warp.early &= ~mask; }
+void launch_dependents(Warp&, const Insn&, uint32_t) {}
+
 }  // namespace
 
 void decode_bra(Decoder& d) {
@@ -56,6 +59,15 @@ void decode_exit(Decoder& d) {
 }
 
 void decode_trap(Decoder& d) { d.insn.exec = trap; }
+
+// A kernel that was launched to overlap the one before it is run after it, so what the threads do
+// before .wait is checked instead: see Block::global_at and Block::leave.
+void decode_griddepcontrol(Decoder& d) {
+  d.require_target(78, 90);
+  d.expect_operands(0);
+  d.insn.exec =
+      d.expect_one({"wait", "launch_dependents"}) == 0 ? wait_for_grid : launch_dependents;
+}
 
 // bar and barrier: .sync, .arrive, .red.{popc,and,or}, and bar.warp.sync.
 void decode_bar(Decoder& d) {

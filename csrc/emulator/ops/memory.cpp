@@ -99,7 +99,7 @@ void decode_st(Decoder& d) {
   d.set_exec(by_integer(bits, [](auto zero) -> Exec { return store<decltype(zero)>; }));
 }
 
-// prefetch, fence, membar, griddepcontrol ...: accepted with any modifiers.
+// prefetch, fence, membar ...: accepted with any modifiers.
 void decode_nothing(Decoder& d) {
   d.ignore({""});
   d.insn.exec = nothing;

@@ -217,6 +217,12 @@ void Decoder::expect_operands(size_t least, size_t most) {
     fail("has " + std::to_string(num_operands()) + " operands");
 }
 
+void Decoder::require_target(int version, int target) const {
+  if (module_.version < version || module_.target < target)
+    fail("needs PTX ISA " + std::to_string(version / 10) + "." + std::to_string(version % 10) +
+         " and sm_" + std::to_string(target));
+}
+
 uint32_t Decoder::allocate(unsigned bytes) {
   const uint32_t slot = kernel_.register_words;
   kernel_.register_words += bytes == 0 ? 32 : bytes <= 4 ? 32 : bytes == 8 ? 64 : 128;

@@ -47,6 +47,8 @@ class Decoder {
   const Operand& operand(size_t index) const;
   void expect_operands(size_t least, size_t most);
   void expect_operands(size_t count) { expect_operands(count, count); }
+  // An error unless the module is of at least a version of the PTX ISA (78: 7.8) and a target (90).
+  void require_target(int version, int target) const;
 
   uint32_t source(size_t index, Type type) { return source(operand(index), type); }
   uint32_t source(const Operand& operand, Type type);

@@ -12,7 +12,7 @@ Decode decode_add, decode_sub, decode_mul, decode_mad, decode_div, decode_rem, d
     decode_selp, decode_slct, decode_cvt, decode_mov, decode_cvta, decode_ld, decode_st,
     decode_atom, decode_red, decode_nothing, decode_createpolicy, decode_cp, decode_mma,
     decode_ldmatrix, decode_shfl, decode_vote, decode_redux, decode_activemask, decode_bra,
-    decode_brx, decode_exit, decode_trap, decode_bar;
+    decode_brx, decode_exit, decode_trap, decode_bar, decode_griddepcontrol;
 
 // clang-format off
 // Cases: operands have the last type of the mnemonic, results the first, unless a type precedes the
@@ -176,8 +176,6 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"prefetch", "", decode_nothing, "a hint", "test: hints"},
       {"membar", "", decode_nothing, "accepted: warps of a block run one at a time", "test: hints"},
       {"fence", "", decode_nothing, "accepted, likewise", "test: hints"},
-      {"griddepcontrol", "", decode_nothing, "accepted: launches run one after another",
-       "test: hints"},
       {"nanosleep", "", decode_nothing, "accepted: time is not modelled", "test: hints"},
       {"createpolicy", "b64", decode_createpolicy, "a policy without effect", "test: hints"},
       {"cp", "async .ca .cg, 4 8 16 bytes", decode_cp,
@@ -202,6 +200,9 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"ret", "", decode_exit, "the thread ends", "test: divergence"},
       {"exit", "", decode_exit, "the thread ends", "test: exits"},
       {"trap", "", decode_trap, "a fault", "test: trap"},
+      {"griddepcontrol", "wait launch_dependents", decode_griddepcontrol,
+       "waits for the kernel before, if the launch overlaps it; the other is a hint",
+       "test: overlapping launches"},
       {"bar", "sync arrive red, warp.sync", decode_bar,
        "waits for threads of the block; for lanes of the warp",
        "test: barriers"},

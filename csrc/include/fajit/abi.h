@@ -23,7 +23,7 @@
 #pragma once
 #include <stdint.h>
 
-#define FAJIT_ABI_VERSION 4
+#define FAJIT_ABI_VERSION 5
 #define FAJIT_MAX_RANK 8
 
 #ifdef __cplusplus
@@ -168,6 +168,7 @@ typedef struct fajit_kernel_entry {
   uint32_t threads;
   uint32_t shared_bytes;  // dynamic
   uint32_t min_blocks;    // that a multiprocessor should hold at once, as planned
+  uint32_t waits;         // 1: it waits for the kernel before it by itself, so it may overlap it
 } fajit_kernel_entry;
 
 // The machine code of a CUDA artifact, and its kernels in the order of fajit_kernel.
@@ -183,6 +184,7 @@ typedef struct fajit_launch {
   uint32_t grid[3], block[3];
   uint32_t shared_bytes;  // dynamic
   uint32_t params_bytes;
+  uint32_t waits;                          // of the kernel's entry
   alignas(16) unsigned char params[4096];  // the kernel's only parameter, by value
 } fajit_launch;
 

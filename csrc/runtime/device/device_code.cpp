@@ -6,6 +6,10 @@ namespace {
 // What a kernel may use without asking.
 constexpr uint32_t kDefaultSharedBytes = 48 * 1024;
 
+// The first CUDA version whose graphs have programmatic edges, which a captured launch that
+// overlaps the one before it becomes. Older drivers get ordinary launches, captured or not.
+constexpr int kProgrammaticEdges = 12030;
+
 // A module, unloaded unless it is kept: a failed load leaves nothing on the device.
 class NewModule {
  public:
@@ -97,10 +101,16 @@ void DeviceCode::launch(int kernel, fajit_launch& launch, int device, void* stre
   const Driver& cuda = *on->driver;
   const CurrentContext current(cuda, on->context, launch.kernel);
   void* params[] = {launch.params};
-  cuda.check(cuda.launch(on->functions[static_cast<size_t>(kernel)], launch.grid[0], launch.grid[1],
-                         launch.grid[2], launch.block[0], launch.block[1], launch.block[2],
-                         launch.shared_bytes, queue, params, nullptr),
-             "cuLaunchKernel", launch.kernel);
+  cu::LaunchAttribute serialization{cu::kProgrammaticSerialization, 1, {}};
+  const bool overlaps = launch.waits != 0 && cuda.version() >= kProgrammaticEdges;
+  const cu::LaunchConfig config{{launch.grid[0], launch.grid[1], launch.grid[2]},
+                                {launch.block[0], launch.block[1], launch.block[2]},
+                                launch.shared_bytes,
+                                queue,
+                                &serialization,
+                                overlaps ? 1u : 0u};
+  cuda.check(cuda.launch(&config, on->functions[static_cast<size_t>(kernel)], params, nullptr),
+             "cuLaunchKernelEx", launch.kernel);
 }
 
 std::vector<Residency> DeviceCode::residency(int device) const {

@@ -31,6 +31,7 @@ Driver::Driver(const std::string& library) {
   FAJIT_DRIVER_FUNCTIONS(FAJIT_DRIVER_RESOLVE)
 #undef FAJIT_DRIVER_RESOLVE
   check(init(0), "cuInit", name);
+  check(get_version(&version_), "cuDriverGetVersion", name);
 }
 
 void Driver::check(cu::Result result, const char* call, const std::string& of) const {

@@ -27,28 +27,43 @@ constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHAR
 constexpr int kCaptureModeRelaxed = 2;     // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr int kCaptureStatusNone = 0;      // CU_STREAM_CAPTURE_STATUS_NONE
 
+// CUlaunchAttribute, for attributes whose value is an int.
+struct LaunchAttribute {
+  int id;
+  alignas(8) int value;
+  char rest[60];
+};
+constexpr int kProgrammaticSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_...
+
+// CUlaunchConfig.
+struct LaunchConfig {
+  unsigned grid[3], block[3], dynamic_shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
 // (member, symbol, parameters) of each function. A symbol's version is that of its parameters.
-#define FAJIT_DRIVER_FUNCTIONS(FUNCTION)                                                         \
-  FUNCTION(init, cuInit, (unsigned flags))                                                       \
-  FUNCTION(device, cuDeviceGet, (Device * device, int ordinal))                                  \
-  FUNCTION(retain, cuDevicePrimaryCtxRetain, (Context * context, Device device))                 \
-  FUNCTION(current, cuCtxGetCurrent, (Context * context))                                        \
-  FUNCTION(push, cuCtxPushCurrent_v2, (Context context))                                         \
-  FUNCTION(pop, cuCtxPopCurrent_v2, (Context * context))                                         \
-  FUNCTION(load, cuModuleLoadData, (LoadedModule * module, const void* image))                   \
-  FUNCTION(unload, cuModuleUnload, (LoadedModule module))                                        \
-  FUNCTION(function, cuModuleGetFunction,                                                        \
-           (Function * function, LoadedModule module, const char* name))                         \
-  FUNCTION(set_attribute, cuFuncSetAttribute, (Function function, int attribute, int value))     \
-  FUNCTION(occupancy, cuOccupancyMaxActiveBlocksPerMultiprocessor,                               \
-           (int* blocks, Function function, int threads, size_t dynamic_shared_bytes))           \
-  FUNCTION(launch, cuLaunchKernel,                                                               \
-           (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,                \
-            unsigned block_x, unsigned block_y, unsigned block_z, unsigned dynamic_shared_bytes, \
-            Stream stream, void** params, void** extra))                                         \
-  FUNCTION(is_capturing, cuStreamIsCapturing, (Stream stream, int* status))                      \
-  FUNCTION(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                \
-  FUNCTION(error_name, cuGetErrorName, (Result error, const char** text))                        \
+#define FAJIT_DRIVER_FUNCTIONS(FUNCTION)                                                     \
+  FUNCTION(init, cuInit, (unsigned flags))                                                   \
+  FUNCTION(get_version, cuDriverGetVersion, (int* version))                                  \
+  FUNCTION(device, cuDeviceGet, (Device * device, int ordinal))                              \
+  FUNCTION(retain, cuDevicePrimaryCtxRetain, (Context * context, Device device))             \
+  FUNCTION(current, cuCtxGetCurrent, (Context * context))                                    \
+  FUNCTION(push, cuCtxPushCurrent_v2, (Context context))                                     \
+  FUNCTION(pop, cuCtxPopCurrent_v2, (Context * context))                                     \
+  FUNCTION(load, cuModuleLoadData, (LoadedModule * module, const void* image))               \
+  FUNCTION(unload, cuModuleUnload, (LoadedModule module))                                    \
+  FUNCTION(function, cuModuleGetFunction,                                                    \
+           (Function * function, LoadedModule module, const char* name))                     \
+  FUNCTION(set_attribute, cuFuncSetAttribute, (Function function, int attribute, int value)) \
+  FUNCTION(occupancy, cuOccupancyMaxActiveBlocksPerMultiprocessor,                           \
+           (int* blocks, Function function, int threads, size_t dynamic_shared_bytes))       \
+  FUNCTION(launch, cuLaunchKernelEx,                                                         \
+           (const LaunchConfig* config, Function function, void** params, void** extra))     \
+  FUNCTION(is_capturing, cuStreamIsCapturing, (Stream stream, int* status))                  \
+  FUNCTION(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))            \
+  FUNCTION(error_name, cuGetErrorName, (Result error, const char** text))                    \
   FUNCTION(error_text, cuGetErrorString, (Result error, const char** text))
 
 #define FAJIT_DRIVER_TYPE(member, symbol, parameters) using symbol##_type = Result parameters;
@@ -71,12 +86,15 @@ class Driver {
   FAJIT_DRIVER_FUNCTIONS(FAJIT_DRIVER_MEMBER)
 #undef FAJIT_DRIVER_MEMBER
 
+  // The CUDA version that the driver supports: 12040 for 12.4.
+  int version() const { return version_; }
   // Throws DriverError unless the call succeeded; `of` is the kernel or device that it was for.
   void check(cu::Result result, const char* call, const std::string& of) const;
   // The primary context of a device, retained for the life of the process. Throws DriverError.
   cu::Context primary_context(int device) const;
 
  private:
+  int version_ = 0;
   mutable std::mutex mutex_;
   mutable std::map<int, cu::Context> contexts_;
 };

@@ -26,9 +26,9 @@ py::list Launches::as_data() const {
     check_status(module->plan_launch(*one.args, one.kernel, *launch), "fajit_plan_launch",
                  module->path());
     const py::bytes params(reinterpret_cast<const char*>(launch->params), launch->params_bytes);
-    result.append(
-        py::make_tuple(module, py::make_tuple(launch->kernel, three(launch->grid),
-                                              three(launch->block), launch->shared_bytes, params)));
+    result.append(py::make_tuple(
+        module, py::make_tuple(launch->kernel, three(launch->grid), three(launch->block),
+                               launch->shared_bytes, params, launch->waits != 0)));
   }
   return result;
 }

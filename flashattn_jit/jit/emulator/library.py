@@ -68,6 +68,7 @@ class Allocation(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("writable", ctypes.c_int32),
         ("initialised", ctypes.c_int32),
+        ("pending", ctypes.c_int32),
     )
 
 
@@ -88,6 +89,7 @@ class Launch(ctypes.Structure):
         ("late_copies", ctypes.c_int32),
         ("check_races", ctypes.c_int32),
         ("check_uninitialised", ctypes.c_int32),
+        ("overlaps", ctypes.c_int32),
     )
 
 

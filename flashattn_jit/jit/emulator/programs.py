@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from flashattn_jit.errors import EmulatorError, EmulatorFault
@@ -45,6 +45,7 @@ class Program:
         check_races: bool = True,
         num_threads: int = 0,
         uninitialised: bool = True,
+        overlaps: Collection[str] | None = None,
         step_limit: int = 4_000_000_000,
     ) -> None:
         """Runs all blocks of a launch; global memory is this process's, at its own addresses.
@@ -55,6 +56,9 @@ class Program:
                 that an asynchronous copy may still be writing, are faults.
             num_threads: blocks that run at a time; 0: one per core. Results do not depend on it.
             uninitialised: reads of shared memory that nothing has written are faults.
+            overlaps: names of the allocations that the kernel before may write, if this launch
+                starts while that one runs: before `griddepcontrol.wait`, reads of these and all
+                writes are faults, and so is a thread that ends. None: launches are in order.
             step_limit: instructions of a block's warps after which the block counts as stuck.
 
         Raises:
@@ -77,9 +81,11 @@ class Program:
                 raise EmulatorError(f"allocation {name}: {num_bytes} bytes from {begin} are none")
             one.name, one.begin, one.bytes = name.encode(), begin, num_bytes
             one.writable, one.initialised = writable, all(initialised)
+            one.pending = overlaps is not None and name in overlaps
         launch = Launch(
             kernel.encode(), grid, block, shared_bytes, num_threads, params, len(params), given,
             len(given), step_limit, async_copies == "late", check_races, uninitialised,
+            overlaps is not None,
         )  # fmt: skip
         _check(self._library.fajit_emulator_run(self._handle, ctypes.byref(launch)))
 

@@ -36,7 +36,8 @@ class Recording:
         Raises:
             EmulatorFault: a kernel made an illegal access or another error.
         """
-        for module, (kernel, grid, block, shared_bytes, params) in self.launches:
+        written = {name for name, _, writable in self.tensors if writable}
+        for module, (kernel, grid, block, shared_bytes, params, overlaps) in self.launches:
             if 0 in grid:
                 continue
             merges = "merge" in kernel
@@ -50,7 +51,7 @@ class Recording:
                 allocations.append(extent(name, tensor, writable, initialised))
             program(module).run(
                 kernel, grid, block, shared_bytes, params, allocations,
-                async_copies=env.emulator_copies(),
+                async_copies=env.emulator_copies(), overlaps=written if overlaps else None,
             )  # fmt: skip
 
 

@@ -79,6 +79,7 @@ class ByHand:
                     *(_extent(n, t, kernel == 0) for n, t in states.items() if t.numel()),
                 ],
                 async_copies=copies,
+                overlaps=(*results, *states) if launch.waits else None,
             )
 
     def _args(self, tensors: Mapping[str, torch.Tensor]) -> Args:

@@ -19,6 +19,7 @@ void fill_launch(const KernelEntry& entry, uint32_t x, uint32_t y, const P& para
   launch->grid[2] = launch->block[1] = launch->block[2] = 1;
   launch->shared_bytes = entry.shared_bytes;
   launch->params_bytes = sizeof(P);
+  launch->waits = entry.waits;
   __builtin_memcpy(launch->params, &params, sizeof(P));
 }
 

@@ -9,7 +9,7 @@
 // and 13 more in shared memory, of the 21 that it had left.
 #pragma once
 #include <fajit/context.h>
-#include <fajit/cuda/ptx/device.h>
+#include <fajit/cuda/ptx/dependents.h>
 
 namespace fajit::cuda {
 
@@ -41,6 +41,13 @@ class ItemFeed {
       words_[kWords + 1] = end_;
     }
   }
+  // Called when only the state of an item is left to write: with the last one, the merge may start.
+  // If there is none, nothing is said to the next kernel, which is somebody else's.
+  template <class Config>
+  FAJIT_DEV void end_item() const {
+    if constexpr (Config::kMergeWaits)
+      if (a_.num_merge_work > 0 && words_[kWords] >= words_[kWords + 1]) ptx::allow_kernel_after();
+  }
   // Goes on to the item after the stored one.
   FAJIT_DEV void advance() {
     asm volatile("" ::: "memory");  // forces a reload instead of keeping registers
@@ -65,7 +72,7 @@ FAJIT_DEV void run_items(const Params& params, unsigned char* shared) {
     feed.put();
     __syncthreads();
     if (feed.item().request >= 0)
-      Kernel(c, params.units, params.divisors, shared, feed.item()).run();
+      Kernel(c, params.units, params.divisors, shared, feed.item()).run(feed);
     feed.advance();
     if (feed.more()) __syncthreads();  // all warps have finished with the item and the memory
   }

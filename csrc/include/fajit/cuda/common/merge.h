@@ -4,8 +4,12 @@
 // the sink is one more weight. Pointwise states are sums and add up. fp32 throughout; the order is
 // that of the partial rows, so results do not depend on which block computed them. One warp per
 // row.
+//
+// From sm_90 on it may start while attention ends: what it does before it waits, and why that is
+// safe, is in ptx/dependents.h.
 #pragma once
 #include <fajit/cuda/common/state.h>
+#include <fajit/cuda/ptx/dependents.h>
 
 namespace fajit::cuda {
 
@@ -20,16 +24,20 @@ class Merge {
   static constexpr int kSharedBytes = kWarps * (kRowFloats + Hooks::kRowTemps) * 4;
 
   // Block (i, j) merges rows [4 j, 4 j + 4) of item i.
-  static FAJIT_DEV void run(const Context& c, unsigned char* shared, const fajit_merge_work& item,
+  static FAJIT_DEV void run(const Context& c, unsigned char* shared, const fajit_merge_work item,
                             int32_t first_row) {
     const fajit_args& a = *c.args;
     const int warp = ptx::warp_index(), lane = ptx::lane_index();
     const int32_t step = item.row_end - item.row_begin, at = first_row + warp;
-    if (at >= step || item.num_splits == 0) return;
-    const PackedRow row = packed_row<Config::kMixedRows>(a, item, item.row_begin + at);
+    const bool has_row = at < step && item.num_splits != 0;
+    PackedRow row{};
+    if (has_row) row = packed_row<Config::kMixedRows>(a, item, item.row_begin + at);
+    if constexpr (Config::kMergeWaits) ptx::wait_for_kernel_before();
+    if (!has_row) return;
 
     float top = -FAJIT_INF;
     if constexpr (!Hooks::kPointwise) {
+#pragma unroll 1
       for (int32_t i = lane; i < item.num_splits; i += 32)
         top = fmaxf(top, a.partial_lse[state_row(a, item, i) + at]);
 #pragma unroll

@@ -18,6 +18,7 @@
 // same priority among themselves. Block rows of key lists and of block masks are items of their own
 // that read the same keys, so there the policy is the default.
 #pragma once
+#include <fajit/cuda/common/items.h>
 #include <fajit/cuda/common/key_rows.h>
 #include <fajit/cuda/common/scores.h>
 #include <fajit/cuda/common/softmax.h>
@@ -82,7 +83,7 @@ class FewRow {
         mine_(packed_row<Config::kMixedRows>(a_, item,
                                              min(item.row_begin + lane_ % 16, item.row_end - 1))) {}
 
-  FAJIT_DEV void run() {
+  FAJIT_DEV void run(const ItemFeed& feed) {
     const ThreadRows<Config, Hooks, 1> rows(c_, a_, item_);
     OnlineSoftmax<1> softmax;
     float o[1][kD][4];
@@ -140,6 +141,7 @@ class FewRow {
       }
     }
     ptx::wait_copies<0>();
+    feed.end_item<Config>();
     softmax.finish();
     share_states(softmax, o);
     write_states();
