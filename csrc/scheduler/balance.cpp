@@ -112,15 +112,14 @@ struct Spread {
   std::vector<Part> parts;  // in the order of assignment
   std::vector<double> load_ns;
   double total_ns = 0, critical_ns = 0;  // critical_ns: the longest load
-  double end_ns = 0;
+  double end_ns = 0;                     // of the spread that is taken
   bool is_cut = false;
 
-  void finish(double item_ns, double share) {
+  void finish() {
     for (const double load : load_ns) {
       total_ns += load;
       critical_ns = std::max(critical_ns, load);
     }
-    end_ns = share < 1 ? end_of(load_ns, item_ns, share) : critical_ns;
   }
   double mean_ns() const { return total_ns / static_cast<double>(load_ns.size()); }
 };
@@ -141,7 +140,19 @@ class Spreader {
         num_workers_(workers) {}
 
   Spread spread() {
-    if (options_.batch_invariant) return fixed_parts();
+    Spread taken = options_.batch_invariant ? fixed_parts() : best_parts();
+    taken.end_ns = end_of_last(taken);
+    return taken;
+  }
+
+ private:
+  // At most the longest load: with fewer active workers each is faster.
+  double end_of_last(const Spread& spread) const {
+    return share_ < 1 ? end_of(spread.load_ns, item_ns_, share_) : spread.critical_ns;
+  }
+
+  // Cuts as many units as pay.
+  Spread best_parts() {
     std::vector<double> costs;
     costs.reserve(ids_.size());
     double total = 0, longest = 0, least_share = 0;
@@ -163,7 +174,8 @@ class Spreader {
     if (num_workers_ == 1 || best.critical_ns <= kGood * mean) return best;
     // Under limits the merge is launched anyway.
     const double merge_ns = options_.limits.max_requests > 0 ? 0 : options_.merge_ns;
-    const double least = std::min(kLeastGain * best.end_ns, best.end_ns - merge_ns);
+    const double whole = end_of_last(best);
+    const double least = std::min(kLeastGain * whole, whole - merge_ns);
     if (least <= mean) return best;  // no assignment ends before the mean
     double before = total;           // total with the cuts of the last attempt
     bool gains = false;
@@ -175,7 +187,8 @@ class Spreader {
       before = next.total_ns;
       const bool good = next.critical_ns <= kGood * next.mean_ns();
       // How many workers saturate the memory decides whether to cut; cuts then balance the loads.
-      if (next.end_ns < least && (!gains || next.critical_ns < best.critical_ns)) {
+      if ((!gains || next.critical_ns < best.critical_ns) &&
+          (next.critical_ns < least || end_of_last(next) < least)) {
         best = std::move(next);
         gains = true;
       }
@@ -184,7 +197,6 @@ class Spreader {
     return best;
   }
 
- private:
   double state_ns(const Unit& unit) const { return unit.rows() * kinds_[unit.kind].state_ns; }
 
   // Assigns each unit to the least loaded worker. A unit that would raise its load above `most` is
@@ -234,7 +246,7 @@ class Spreader {
     }
     out.load_ns = workers.loads();
     if (out.is_cut) even_out(out);
-    out.finish(item_ns_, share_);
+    out.finish();
     return out;
   }
 
@@ -336,7 +348,7 @@ class Spreader {
       }
     }
     out.load_ns = workers.loads();
-    out.finish(item_ns_, share_);
+    out.finish();
     return out;
   }
 
