@@ -90,17 +90,24 @@ def check_driver(module: _C.Module) -> None:
     _driver_runs.add(module.path)
 
 
-_resident: set[tuple[str, int]] = set()
+_compared: dict[tuple[str, int], int] = {}  # (artifact, device): most blocks that were compared
+_shortages: set[tuple[str, str]] = set()  # (artifact, shortage) that were logged
 
 
 def check_residency(module: _C.Module, index: int, planned_workers: int) -> None:
-    """Warns, once, of kernels loaded on a device that holds fewer of their blocks than planned."""
-    if (module.path, index) in _resident:
-        return
-    _resident.add((module.path, index))
+    """Warns, once, of kernels loaded on a device that holds fewer of their blocks than planned.
+
+    A later plan is compared too if it plans for more blocks. Their threads and shared memory are
+    the artifact's, the same in all launches.
+    """
     slots_per_sm = planned_workers // _hardware(index).num_sms if planned_workers else 0
+    if slots_per_sm <= _compared.get((module.path, index), -1):
+        return
+    _compared[module.path, index] = slots_per_sm
     for shortage in residency_shortages(module, index, slots_per_sm):
-        log.warning("%s\n  artifact: %s", shortage, module.path)
+        if (module.path, shortage) not in _shortages:
+            _shortages.add((module.path, shortage))
+            log.warning("%s\n  artifact: %s", shortage, module.path)
 
 
 # --- launches -------------------------------------------------------------------------------------

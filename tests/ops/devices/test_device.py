@@ -470,8 +470,11 @@ def test_fewer_blocks_than_planned_are_logged_once(
 ) -> None:
     kernel = compiled(spec_of("plain", "sm_80", "prefill"))
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
-    monkeypatch.setattr(cuda, "_resident", set())
     state = DeviceState(CUDA0, "sm_80", fixed=False)
+
+    def in_a_new_process() -> None:
+        monkeypatch.setattr(cuda, "_compared", {})
+        monkeypatch.setattr(cuda, "_shortages", set())
 
     def prepared(blocks: int, workers: int = 0) -> list[str]:
         caplog.clear()
@@ -482,18 +485,28 @@ def test_fewer_blocks_than_planned_are_logged_once(
         assert all(module.path in record.getMessage() for record in caplog.records)
         return [f"{r.levelname}: {r.getMessage()}".split(":\n")[0] for r in caplog.records]
 
+    in_a_new_process()
     (warning,) = prepared(1)
     assert warning.startswith(
         "WARNING: fajit_attention_kernel runs 1 blocks on a multiprocessor of device 0, and is "
         "planned for 2"
     )
     assert prepared(1) == [], "a module of the same artifact was warned of"
-    monkeypatch.setattr(cuda, "_resident", set())
+    in_a_new_process()
     assert prepared(2) == []
     # Also where the tile was chosen for fewer blocks than its registers let the plan count with.
     device = named_hardware("A100")
     monkeypatch.setattr(cuda, "_hardware", lambda index: device)
     for workers, expected in ((2 * device.num_sms, 0), (3 * device.num_sms, 1)):
-        monkeypatch.setattr(cuda, "_resident", set())
+        in_a_new_process()
         found = prepared(2, workers)
         assert len(found) == expected and all("planned for 3" in words for words in found)
+    # A later plan of a kernel for more blocks is compared too, and each shortage is logged once.
+    in_a_new_process()
+    assert [prepared(2, n * device.num_sms) for n in (1, 2)] == [[], []]
+    (later,) = prepared(2, 3 * device.num_sms)
+    assert "runs 2 blocks" in later and "planned for 3" in later
+    assert [prepared(2, n * device.num_sms) for n in (3, 1)] == [[], []]
+    in_a_new_process()
+    (first,), again = prepared(1, device.num_sms), prepared(1, 2 * device.num_sms)
+    assert "planned for 2" in first and again == [], "the tile was chosen for two in any case"
