@@ -93,6 +93,12 @@ class Module:
         Blocks that a multiprocessor holds at once; the second number is the driver's.
         """
 
+    def probe(self, device: int) -> list[tuple[str, int, int]]:
+        """As `residency`, on any device: kernels that it has not loaded are loaded, and unloaded.
+
+        Raises `LaunchError`.
+        """
+
 def use_driver(library: str) -> str:
     """For tests: the library that is opened as the CUDA driver from now on, "" for libcuda.so.1.
 

@@ -83,6 +83,13 @@ void merge_states_at(py::handle outs, py::handle out_strides, py::handle lses,
   merge_states(states, merged, dims, head_dim_v, num_threads);
 }
 
+py::list as_tuples(const std::vector<Residency>& kernels) {
+  py::list found;
+  for (const Residency& one : kernels)
+    found.append(py::make_tuple(one.kernel, one.planned_blocks, one.blocks));
+  return found;
+}
+
 void bind_module(py::module_& m) {
   py::class_<Module, std::shared_ptr<Module>>(m, "Module")
       .def(py::init<const std::string&>(), py::arg("path"),
@@ -95,12 +102,17 @@ void bind_module(py::module_& m) {
       .def("load", &Module::load, py::arg("device"), py::call_guard<py::gil_scoped_release>())
       .def(
           "residency",
+          [](const Module& module, int device) { return as_tuples(module.residency(device)); },
+          py::arg("device"))
+      .def(
+          "probe",
           [](const Module& module, int device) {
-            py::list found;
-            for (const Residency& one : module.residency(device)) {
-              found.append(py::make_tuple(one.kernel, one.planned_blocks, one.blocks));
+            std::vector<Residency> found;
+            {
+              py::gil_scoped_release no_gil;
+              found = module.probe(device);
             }
-            return found;
+            return as_tuples(found);
           },
           py::arg("device"));
 }

@@ -64,14 +64,22 @@ Module::Module(const std::string& path) : path_(path) {
   }
 }
 
-void Module::load(int device) const {
+template <class Use> auto Module::loading(int device, Use use) const {
   if (!is_cuda()) throw std::invalid_argument("artifact " + path_ + " has no CUDA target");
   try {
-    device_code_->load(device);
+    return use(*device_code_);
   } catch (const DriverError& error) {
     throw LaunchError("the kernels of " + path_ + " cannot be loaded on device " +
                       std::to_string(device) + ": " + error.what());
   }
+}
+
+void Module::load(int device) const {
+  loading(device, [device](DeviceCode& code) { code.load(device); });
+}
+
+std::vector<Residency> Module::probe(int device) const {
+  return loading(device, [device](DeviceCode& code) { return code.probe(device); });
 }
 
 std::vector<Residency> Module::residency(int device) const {

@@ -57,6 +57,8 @@ class Module {
   void load(int device) const;
   // The residency of the kernels on a device that has loaded them; else empty.
   std::vector<Residency> residency(int device) const;
+  // The residency of the kernels on any device, which loads nothing that stays. Throws LaunchError.
+  std::vector<Residency> probe(int device) const;
   // Enqueues a kernel (a fajit_kernel) on args.stream of args.device. Throws LaunchError, which
   // names the kernel, its grid and the reason; and what check_status throws.
   void launch(const fajit_args& args, int kernel) const;
@@ -66,6 +68,9 @@ class Module {
   }
 
  private:
+  // `device_code_`; a DriverError in `use` of it becomes a LaunchError that names the device.
+  template <class Use> auto loading(int device, Use use) const;
+
   std::string path_;
   std::string description_;
   decltype(&fajit_classify) classify_;

@@ -221,15 +221,17 @@ def _check_artifact(found: Found) -> None:
         raise AbiError(f"the artifact in {found.path} is of another kernel than {found.key}")
 
 
-def residency_shortages(module: _C.Module, device: int, slots: int = 0) -> list[str]:
-    """The kernels of a loaded module of which a device holds fewer blocks than planned, in words.
+def residency_shortages(
+    residency: Sequence[tuple[str, int, int]], device: int, slots: int = 0
+) -> list[str]:
+    """The kernels of a module of which a device holds fewer blocks than planned, in words.
 
-    slots: blocks of the first kernel, attention, on a multiprocessor that its work is planned for,
-    if they are more than its tile was chosen for. A usual cause is another release of the compiler,
-    which takes more registers.
+    residency: of the module, from its `residency` or `probe`. slots: blocks of the first kernel,
+    attention, on a multiprocessor that its work is planned for, if they are more than its tile was
+    chosen for. A usual cause is another release of the compiler, which takes more registers.
     """
     found = []
-    for i, (kernel, chosen, blocks) in enumerate(module.residency(device)):
+    for i, (kernel, chosen, blocks) in enumerate(residency):
         planned = max(chosen, slots) if i == 0 else chosen
         if blocks < planned:
             found.append(

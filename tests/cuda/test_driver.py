@@ -156,6 +156,25 @@ def test_shared_memory_beyond_48_kib_is_asked_for(driver: StandIn) -> None:
     assert module.residency(1) == []
 
 
+def test_a_probe_leaves_nothing_loaded(module: _C.Module, driver: StandIn) -> None:
+    driver.holds(3)
+    for failing in ("", "cuModuleGetFunction"):
+        driver.fail("cuModuleGetFunction", 500 if failing else 0)
+        if failing:
+            with pytest.raises(LaunchError, match=f"{failing} of {MERGE}"):
+                module.probe(1)
+        else:
+            assert module.probe(1) == [(MERGE, 1, 3)]
+        calls = driver.calls("cuModuleLoadData", "cuModuleUnload")
+        assert calls == ["cuModuleLoadData on 1", "cuModuleUnload on 1"]
+        assert module.residency(1) == [] and driver.state() == (-1, 0, 0)
+    driver.fail("cuModuleGetFunction", 0)
+    launch(module)  # loads the kernels itself
+    driver.calls()
+    assert module.probe(1) == module.residency(1) == [(MERGE, 1, 3)]
+    assert driver.calls() == [], "of loaded kernels no question is asked"
+
+
 def test_an_artifact_of_attention_needs_libc_alone() -> None:
     for kind in ("prefill", "few_row"):
         artifact = compiled(spec_of("plain", "sm_80", kind)).folder / "artifact.so"

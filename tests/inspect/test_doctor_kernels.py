@@ -65,7 +65,23 @@ def test_kernels_of_the_cache_are_loaded_on_their_device(
     first, second = checks()
     assert str(first) == "ok       gpu 0 kernels: no kernels for sm_90 to look at"
     assert str(second).startswith("ok       gpu 1 kernels: 1 artifacts for sm_80: multiprocessors")
-    assert driver.calls("cuModuleLoadData") == ["cuModuleLoadData on 1"]
+    calls = driver.calls("cuModuleLoadData", "cuModuleUnload")
+    assert calls == ["cuModuleLoadData on 1", "cuModuleUnload on 1"]
+
+
+def test_kernels_that_a_plan_may_use_stay_loaded(
+    entry: Path,
+    driver: StandIn,  # noqa: F811
+    kernel: Compiled,
+) -> None:
+    _, module = kernels.default.load_stepping([build_request(kernel.spec)])
+    driver.holds(2)
+    module.load(1)
+    held = module.residency(1)
+    driver.calls()
+    assert "1 artifacts for sm_80" in checks()[1].detail
+    assert driver.calls("cuModuleLoadData", "cuModuleUnload") == []
+    assert module.residency(1) == held
 
 
 def test_fewer_blocks_than_planned_are_a_warning_with_a_remedy(

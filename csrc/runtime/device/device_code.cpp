@@ -10,7 +10,7 @@ constexpr uint32_t kDefaultSharedBytes = 48 * 1024;
 // overlaps the one before it becomes. Older drivers get ordinary launches, captured or not.
 constexpr int kProgrammaticEdges = 12030;
 
-// A module, unloaded unless it is kept: a failed load leaves nothing on the device.
+// A module, unloaded unless it is kept: a failed load, or a probe, leaves nothing on the device.
 class NewModule {
  public:
   NewModule(const Driver& driver, const void* image, const char* of) : driver_(driver) {
@@ -41,11 +41,11 @@ void DeviceCode::load(int device) {
   if (find(device) != nullptr) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (find(device) != nullptr) return;
-  all_.push_back(loaded_on(device));
+  all_.push_back(loaded_on(device, /*keep=*/true));
   first_.store(all_.back().get(), std::memory_order_release);
 }
 
-std::unique_ptr<DeviceCode::OnDevice> DeviceCode::loaded_on(int device) const {
+std::unique_ptr<DeviceCode::OnDevice> DeviceCode::loaded_on(int device, bool keep) const {
   auto on = std::make_unique<OnDevice>();
   const Driver& cuda = driver();
   const RelaxedCaptures relaxed(cuda);
@@ -73,7 +73,7 @@ std::unique_ptr<DeviceCode::OnDevice> DeviceCode::loaded_on(int device) const {
     on->functions.push_back(function);
     on->blocks.push_back(blocks);
   }
-  module.keep();
+  if (keep) module.keep();
   return on;
 }
 
@@ -114,12 +114,21 @@ void DeviceCode::launch(int kernel, fajit_launch& launch, int device, void* stre
 }
 
 std::vector<Residency> DeviceCode::residency(int device) const {
-  std::vector<Residency> found;
   const OnDevice* const on = find(device);
-  for (int i = 0; on != nullptr && i < code_.num_kernels; ++i) {
+  return on != nullptr ? residency_of(*on) : std::vector<Residency>();
+}
+
+std::vector<Residency> DeviceCode::probe(int device) const {
+  const OnDevice* const on = find(device);
+  return residency_of(on != nullptr ? *on : *loaded_on(device, /*keep=*/false));
+}
+
+std::vector<Residency> DeviceCode::residency_of(const OnDevice& on) const {
+  std::vector<Residency> found;
+  for (int i = 0; i < code_.num_kernels; ++i) {
     const fajit_kernel_entry& kernel = code_.kernels[i];
     found.push_back(
-        {kernel.name, static_cast<int>(kernel.min_blocks), on->blocks[static_cast<size_t>(i)]});
+        {kernel.name, static_cast<int>(kernel.min_blocks), on.blocks[static_cast<size_t>(i)]});
   }
   return found;
 }

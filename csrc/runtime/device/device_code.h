@@ -20,8 +20,8 @@ struct Residency {
   int planned_blocks, blocks;
 };
 
-// Loads are thread safe; launches take no lock. Nothing is ever unloaded: a graph may hold a
-// kernel.
+// Loads are thread safe; launches take no lock. What `load` has loaded is never unloaded: a graph
+// may hold a kernel.
 class DeviceCode {
  public:
   explicit DeviceCode(const fajit_device_code& code) : code_(code) {}
@@ -37,6 +37,10 @@ class DeviceCode {
   // The residency of each kernel on a device that has loaded them; else empty.
   std::vector<Residency> residency(int device) const;
 
+  // The residency of each kernel on any device. One that has not loaded them does so for this
+  // question alone: no launch sees those kernels, which are unloaded at once. Throws DriverError.
+  std::vector<Residency> probe(int device) const;
+
  private:
   // A list that only grows, so that launches read it without a lock.
   struct OnDevice {
@@ -49,7 +53,9 @@ class DeviceCode {
   };
 
   const OnDevice* find(int device) const;
-  std::unique_ptr<OnDevice> loaded_on(int device) const;
+  // keep: whether the kernels stay loaded; else only `blocks` is valid.
+  std::unique_ptr<OnDevice> loaded_on(int device, bool keep) const;
+  std::vector<Residency> residency_of(const OnDevice& on) const;
 
   const fajit_device_code code_;
   std::mutex mutex_;

@@ -2,7 +2,7 @@
 
 The tile of a kernel is chosen so that a multiprocessor holds a number of its blocks at once. Where
 the compiled kernel takes more registers or shared memory, it holds fewer, and nothing but the speed
-shows it.
+shows it. Kernels that the process has not loaded are loaded for the question and unloaded.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def _on_device(index: int, target: str) -> Iterator[Check]:
             continue
         try:
             module = artifact if isinstance(artifact, _C.Module) else _opened(store, artifact)
-            module.load(index)
+            residency = module.probe(index)
             end = end or time.monotonic() + _LOAD_S
         except (AbiError, CacheError, LaunchError, OSError) as refusal:
             refusals.append(str(refusal))
             continue
         loaded += 1
-        shortages += [f"{words} ({module.path})" for words in residency_shortages(module, index)]
+        shortages += [f"{words} ({module.path})" for words in residency_shortages(residency, index)]
     rest = f" ({unread} not looked at)" if unread else ""
     if shortages:
         yield warning(

@@ -104,7 +104,7 @@ def check_residency(module: _C.Module, index: int, planned_workers: int) -> None
     if slots_per_sm <= _compared.get((module.path, index), -1):
         return
     _compared[module.path, index] = slots_per_sm
-    for shortage in residency_shortages(module, index, slots_per_sm):
+    for shortage in residency_shortages(module.residency(index), index, slots_per_sm):
         if (module.path, shortage) not in _shortages:
             _shortages.add((module.path, shortage))
             log.warning("%s\n  artifact: %s", shortage, module.path)
