@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..variants.ir.ir import ROW_HOOKS, VariantIR
+from ..variants.lower.expressions import Uniforms
 from ..variants.lower.row import lower_cuda
 from .spec import KernelSpec
 from .targets import architecture
@@ -129,7 +130,10 @@ def row_temps(variant: VariantIR) -> int:
     graphs = [(hook, variant.hook(hook)) for hook in ROW_HOOKS]
     if not any(graph for _, graph in graphs):
         return 0
-    return max(lower_cuda(hook, graph, variant.tensors)[1] for hook, graph in graphs if graph)
+    unread = Uniforms()
+    return max(
+        lower_cuda(hook, graph, variant.tensors, unread)[1] for hook, graph in graphs if graph
+    )
 
 
 def _up(n: int, multiple: int) -> int:

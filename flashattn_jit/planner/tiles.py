@@ -419,7 +419,8 @@ class Costs(NamedTuple):
     algorithm 1); with both bounds one set fits decode and prefill.
 
     Only ratios matter to a schedule, and a coefficient that is wrong by half moves a split by
-    little. So the rates of a CUDA target, emulated or not, are those of its typical device.
+    little. The rates of a CUDA target are those of the device that runs the work, or of the
+    target's typical device where that is not known, as on emulated targets.
 
     The bandwidth of a device is shared by its active workers: with fewer of them each is faster, up
     to ``alone`` per key, where the bytes in flight to one thread block per latency limit it
@@ -445,12 +446,13 @@ def clock_hz() -> float:
     return max(speeds, default=_DEFAULT_HZ / 1e6) * 1e6
 
 
-def coefficients(spec: KernelSpec, target: str) -> Costs:
+def coefficients(spec: KernelSpec, target: str, device: Device | None = None) -> Costs:
     """The costs of a spec's work on a worker of `target`: a thread, or a slot of a device.
 
     Args:
         spec: a spec with its tile, as `choose` returns it.
         target: any target, emulated ones included.
+        device: the one that runs the work; by default the typical one of a CUDA target.
 
     Example:
         >>> coefficients(spec, "sm_90")
@@ -462,7 +464,7 @@ def coefficients(spec: KernelSpec, target: str) -> Costs:
     state_bytes = 2 * 4 * (spec.head_dim_v + 1)  # fp32, written and read back
     compiled = compiled_target(target)
     if is_cuda(compiled):
-        device = typical_hardware(compiled)
+        device = device or typical_hardware(compiled)
         workers = max(1, slots(spec, device).total)
         bytes_per_ns = device.read_bytes_per_s * _MEMORY_SHARE / workers * 1e-9
         flops_per_ns = device.flops("bfloat16") * _MATRIX_SHARE / workers * 1e-9

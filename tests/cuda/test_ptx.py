@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
+import flashattn_jit as fa
 from flashattn_jit.codegen.spec import TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS, sm_version
+from flashattn_jit.planner.tiles import kernels_by_rows
+from flashattn_jit.variants.ir.ir import VariantIR
+from flashattn_jit.variants.params import Dims
 from tests.cuda.kernels import (
     EMULATED,
     KINDS,
+    PLAIN,
     SAME_PTX,
     compiled,
     on_target,
@@ -84,6 +90,26 @@ def test_the_merge_waits_by_itself_from_sm_90_on(target: str, kind: TileKind) ->
     wait = ["griddepcontrol.wait"] * waits
     assert [name for name in merge if "grid" in name] == wait
     assert merge[: len(wait) + 1] == [*wait, "ld.global.f32"]
+
+
+def test_positions_are_divided_by_multiplication() -> None:
+    """By page sizes and blocks of key lists, also in hooks: a GPU has no integer division."""
+    gain = torch.ones(64)
+    slots = fa.variant(
+        score_mod=lambda s, b, h, i, j: s * gain[fa.kv_slot(b, j)],
+        key_mod=lambda row, b, h, j: row * gain[fa.kv_slot(b, j)],
+    )
+    hooks = slots.bind(Dims(1, 1, 1, 1, 64, 64, 64), {}).ir
+
+    def divisions(ir: VariantIR, *features: str) -> int:
+        """In kernels for many rows and for few."""
+        tiles = kernels_by_rows(ir, (64, 64), ("bfloat16",) * 3, "sm_80", (features,))
+        ends = tiles[0], tiles[-1]
+        return sum(len(re.findall(r"\b(?:div|rem)\.[su]", ptx_of(spec))) for spec in ends)
+
+    plain = divisions(PLAIN)
+    assert divisions(PLAIN, "paged") == divisions(PLAIN, "sparse") == plain
+    assert divisions(hooks, "paged") == plain
 
 
 @pytest.mark.parametrize("target", EMULATED)

@@ -77,6 +77,7 @@ CALLS: dict[str, Callable[[], float]] = {
     "sparse one stage": lambda: sparse("prefill", stages=1),
     "sparse cut": cut,
     "sparse hole": lambda: without_mask(63),
+    "sparse early hole": lambda: without_mask(64),
 }
 
 ITEMS, MERGE, ROWS = "common/items.h", "common/merge.h", "common/packed_rows.h"
@@ -120,6 +121,8 @@ MUTANTS = (
            "location.row, at", "later paged"),
     Mutant("slots from the first position on", "hooks/hook_ops.h", "int32_t(kv_idx) - first",
            "int32_t(kv_idx)", "later paged"),
+    Mutant("slots of the first page", "hooks/hook_ops.h",
+           "int32_t(page_size.divide(uint32_t(key)))", "0", "later paged"),
     # Key lists
     Mutant("no key is a key", KEYS, "return listed >= 0;", "return true;", "sparse"),
     Mutant("keys behind the last", KEYS, "key >= first && key < end", "key >= first",
@@ -133,6 +136,8 @@ MUTANTS = (
            "min(item.kv_end, a.num_key_blocks * a.key_block)", "item.kv_end", "sparse cut"),
     Mutant("a tile with a hole is full", WALK, "FAJIT_TILE_FULL && !all",
            "FAJIT_TILE_FULL && false", "sparse hole"),
+    Mutant("a hull that begins at the second block", WALK, "divided(p0, divisors_.key_block)",
+           "divided(p0, divisors_.key_block) + 1", "sparse early hole"),
     Mutant("a hull that begins at the last block", WALK, "first = min(first,",
            "first = max(first - lists.end,", "sparse tokens"),
     Mutant("positions of the tile before", PREFILL, "turn ^= 1;", "", "sparse one stage"),

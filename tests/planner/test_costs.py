@@ -6,6 +6,7 @@ import pytest
 
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS
+from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import coefficients, kernels_by_rows
 from flashattn_jit.variants.ir.ir import VariantIR
 
@@ -51,6 +52,16 @@ def test_few_blocks_saturate_the_memory_of_a_device(target: str) -> None:
     assert many.alone_ns == many.load_ns
     if target == "sm_90":
         assert 396 * few.alone_ns / few.load_ns == pytest.approx(3350 * 0.85 / 32.768)
+
+
+def test_work_is_loaded_at_the_rate_of_the_device_that_runs_it() -> None:
+    """An H200 is an H100 with 1.43 times the bandwidth, which more blocks saturate."""
+    few, h200 = specs("sm_90")["few_row"], named_hardware("H200")
+    typical, faster = coefficients(few, "sm_90"), coefficients(few, "sm_90", h200)
+    assert coefficients(few, "sm_90", named_hardware("H100")) == typical
+    assert faster.load_ns == pytest.approx(typical.load_ns * 3350 / 4800)
+    assert faster.state_ns == pytest.approx(typical.state_ns * 3350 / 4800)
+    assert (faster.alone_ns, faster.pair_ns) == (typical.alone_ns, typical.pair_ns)
 
 
 @pytest.mark.parametrize("target", CPU_TARGETS)

@@ -135,7 +135,7 @@ def decode_plan(device: str, kv_len: list[int], kv_heads: int) -> tuple[Planned,
     num_slots = slots(spec, hardware).total
     planned = make(
         [1] * count, Dense(kv_len), heads=(kv_heads, kv_heads), workers=num_slots, few_rows=16,
-        kinds=(None, native_kind(spec, hardware.target)), head_dim_v=128,
+        kinds=(None, native_kind(spec, hardware.target, hardware=hardware)), head_dim_v=128,
         merge_ns=merge_cost(hardware.target),
     )  # fmt: skip
     return planned, num_slots
@@ -156,9 +156,10 @@ def decode_ns(device: str, keys: list[int], splits: int) -> float:
 
     keys: of each worker. The active ones share the bandwidth, up to the rate of one alone.
     """
-    target = named_hardware(device).target
+    hardware = named_hardware(device)
+    target = hardware.target
     spec = choose(PLAIN, Problem((1,), (1,), 1, 1, 128, 128, *("bfloat16",) * 3), target)
-    costs = coefficients(spec, target)
+    costs = coefficients(spec, target, hardware)
     time, done = 0.0, 0
     for i, longer in enumerate(sorted(keys)):
         active = len(keys) - i

@@ -107,7 +107,7 @@ def device_plan(
     """The plan of a problem on a device, from its lengths."""
     found = slots(spec, device)
     workers = max(1, found.total)
-    kind = native_kind(spec, device.target)
+    kind = native_kind(spec, device.target, hardware=device)
     native = _C.BatchPlan(
         _C.BatchLengths.dense(
             len(problem.q_len), max(problem.q_len, default=0), max(problem.kv_len, default=0),

@@ -24,7 +24,7 @@ from ...codegen.spec import KernelSpec
 from ...errors import InputError, LaunchError
 from ...jit.cache.layers import too_old
 from ...jit.module import min_driver, residency_shortages, resources
-from ...planner.devices import device_hardware
+from ...planner.devices import Device, device_hardware
 from ...planner.tiles import slots
 from ...torch_modes import is_capturing
 from ...variants.binding import Structure
@@ -60,9 +60,13 @@ def check_params(known: Structure) -> None:
 
 def workers(spec: KernelSpec, device: torch.device, module: _C.Module) -> int:
     """Thread blocks of a kernel that a device runs concurrently."""
-    if device.type != "cuda":
-        return EMULATED_SLOTS
-    return max(1, slots(spec, _hardware(ordinal(device)), _registers(module)).total)
+    found = hardware(device)
+    return EMULATED_SLOTS if found is None else max(1, slots(spec, found, _registers(module)).total)
+
+
+def hardware(device: torch.device) -> Device | None:
+    """The device as the planner sees it; None for emulated targets, which run on the CPU."""
+    return _hardware(ordinal(device)) if device.type == "cuda" else None
 
 
 def _registers(module: _C.Module) -> int | None:

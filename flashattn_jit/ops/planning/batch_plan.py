@@ -41,6 +41,7 @@ from ..arguments.limits import Limits
 from ..keys.key_lists import KeyLists
 
 if TYPE_CHECKING:
+    from ...planner.devices import Device
     from ..device.plan_memory import DeviceState
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -215,12 +216,14 @@ class Kernels:
     def _load(self, spec: KernelSpec) -> Kernel:
         index, module = load_stepping(build_requests(spec))
         spec = (spec, *fallbacks(spec))[index]  # of a smaller tile where its kernel would spill
-        workers = 0
+        workers, hardware = 0, None
         if not self.options.cpu:
             from ..device import cuda  # only processes that use a device import it
 
             workers = cuda.workers(spec, self.options.device, module)
-        return Kernel(spec, module, native_kind(spec, self.options.target, module), workers)
+            hardware = cuda.hardware(self.options.device)
+        native = native_kind(spec, self.options.target, module, hardware)
+        return Kernel(spec, module, native, workers)
 
     def plan_options(
         self, kernels: Pair, num_kv_heads: int, num_levels: int, row_block: int = 0
@@ -262,15 +265,23 @@ class Kernels:
         return found
 
 
-def native_kind(spec: KernelSpec, target: str, module: _C.Module | None = None) -> _C.Kind:
-    """A kernel for the planner: its tile and the costs of its work."""
+def native_kind(
+    spec: KernelSpec,
+    target: str,
+    module: _C.Module | None = None,
+    hardware: Device | None = None,
+) -> _C.Kind:
+    """A kernel for the planner: its tile and the costs of its work.
+
+    hardware: the device that runs it, if it is known.
+    """
     rows = granule = spec.tile_q  # on devices a partial tile takes as long as a full one
     if on_cpu(target):
         rows = item_rows(spec, _L2_BYTES)
         granule = CPU_ROWS[spec.target].lanes if spec.tile_kind == "prefill" else 1
     return _C.Kind(
         module, tile_q=rows, row_granule=granule, tile_kv=spec.tile_kv, min_chunk=least_part(spec),
-        **coefficients(spec, target)._asdict(),
+        **coefficients(spec, target, hardware)._asdict(),
     )  # fmt: skip
 
 

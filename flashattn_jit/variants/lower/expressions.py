@@ -80,9 +80,14 @@ def literal(value: Attr, dtype: str) -> str:
     return "INT32_MIN" if number == -(2**31) else f"int32_t({number})"
 
 
-def read_op(node: Node, args: Sequence[str], tensors: Sequence[TensorParam]) -> str | None:
+def read_op(
+    node: Node,
+    args: Sequence[str],
+    tensors: Sequence[TensorParam],
+    uniforms: Uniforms | None = None,
+) -> str | None:
     """The C++ expression of a scalar param, a position in a sorted param or a built-in; None for
-    other operations."""
+    other operations. uniforms: for CUDA only."""
     if node.op == "scalar":
         getter = "scalar_i64" if node.dtype == "int64" else "scalar_f64"
         return f"c.{getter}({node.int_attr('slot')})"
@@ -92,6 +97,8 @@ def read_op(node: Node, args: Sequence[str], tensors: Sequence[TensorParam]) -> 
         return (
             f"ops::searchsorted<{TAG[tensors[slot].dtype]}, {right}>(c.tensor({slot}), {args[0]})"
         )
+    if node.op == "kv_slot" and uniforms is not None:
+        args = [*args, uniforms.page_size()]
     return f"ops::{node.op}({', '.join(['c', *args])})" if node.op in BUILTINS else None
 
 
@@ -232,6 +239,11 @@ class Uniforms:
         """The expression with which a kernel reads `name`, a value of C++ type `kind`."""
         self.fields[name] = kind
         return f"c.uniform<Uniforms>().{name}"
+
+    def page_size(self) -> str:
+        """The expression with which a kernel reads the divisor of positions in pages."""
+        self.compute("page_size", "Divisor(c.args->page_size)")
+        return self.read("page_size", "Divisor")
 
     def text(self) -> str:
         """``struct Uniforms`` and the function that fills it, which the host calls."""

@@ -43,12 +43,12 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
         f"  static constexpr bool {flag} = {literal(variant.has(hook), 'bool')};"
         for flag, hook in _FLAGS.items()
     ]
-    rows = _row_hooks(variant, backend)
+    uniforms = Uniforms() if backend == "cuda" else None
+    rows = _row_hooks(variant, uniforms)
     if backend == "cuda":
         scratch = max((n for _, n in rows), default=0)
         flags.append(f"  static constexpr int kRowTemps = {scratch};  // floats a warp")
     parts = ["\n".join(flags)]
-    uniforms = Uniforms() if backend == "cuda" else None
     for hook, text in variant.cpp:
         parts.append(_cpp_function(variant, hook, text, name, uniforms))
     parts += [pair.lower(variant, declare, uniforms)]
@@ -62,17 +62,17 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
     return f"struct Hooks {{\n{body}\n}};\n"
 
 
-def _row_hooks(variant: VariantIR, backend: Backend) -> list[tuple[str, int]]:
+def _row_hooks(variant: VariantIR, uniforms: Uniforms | None) -> list[tuple[str, int]]:
     """The functions of the row hooks, and how many floats of scratch each uses."""
     out = []
     for hook in ROW_HOOKS:
         graph = variant.hook(hook)
         if graph is None:
             continue
-        if backend == "cuda":
-            out.append(row.lower_cuda(hook, graph, variant.tensors))
-        else:
+        if uniforms is None:
             out.append((row.lower(hook, graph, variant.tensors), 0))
+        else:
+            out.append(row.lower_cuda(hook, graph, variant.tensors, uniforms))
     return out
 
 

@@ -147,7 +147,7 @@ def _lower_node(
     if node.op == "gather":
         return _lower_gather(block, number, node, [a[0] for a in args], length)
     names = [a[0] for a in args]
-    if text := read_op(node, names, block.tensors):
+    if text := read_op(node, names, block.tensors, block.uniforms):
         param = node.op == "scalar"
         return [block.emit(text, names, CPP_TYPE[node.dtype] if param else "", param)]
     if (moved := rearranged(node, args)) is not None:

@@ -17,7 +17,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..ir.ir import REDUCTIONS, Graph, Node, TensorParam
-from .expressions import CPP_TYPE, NARROW, TAG, arguments, joined, literal, map_op, read_op
+from .expressions import (
+    CPP_TYPE,
+    NARROW,
+    TAG,
+    Uniforms,
+    arguments,
+    joined,
+    literal,
+    map_op,
+    read_op,
+)
 
 
 def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> str:
@@ -43,8 +53,10 @@ def _row_length(graph: Graph) -> int:
 class RowLowering:
     """Statements of one row hook, with one loop per segment."""
 
-    def __init__(self, graph: Graph, tensors: Sequence[TensorParam]) -> None:
-        self.graph, self.tensors = graph, tensors
+    def __init__(
+        self, graph: Graph, tensors: Sequence[TensorParam], uniforms: Uniforms | None = None
+    ) -> None:
+        self.graph, self.tensors, self.uniforms = graph, tensors, uniforms
         self.length = _row_length(graph)
         self.lines: list[str] = []
         self.names: dict[int, str] = {}  # scalar temporaries and materialised vectors
@@ -94,7 +106,8 @@ class RowLowering:
         else:
             names = [self.names[a] for a in node.args]
             dtypes = [self.graph.nodes[a].dtype for a in node.args]
-            text = read_op(node, names, self.tensors) or map_op(node, names, dtypes)
+            read = read_op(node, names, self.tensors, self.uniforms)
+            text = read or map_op(node, names, dtypes)
         self.names[i] = f"t{i}"
         self.lines.append(f"const auto t{i} = {text};")
 
@@ -243,9 +256,11 @@ _LANE_JOIN = {"sum": "Sum", "prod": "Product", "amax": "Greatest", "amin": "Leas
 _SCRATCH_TYPE = {**CPP_TYPE, "bool": "int32_t"}
 
 
-def lower_cuda(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> tuple[str, int]:
+def lower_cuda(
+    hook: str, graph: Graph, tensors: Sequence[TensorParam], uniforms: Uniforms
+) -> tuple[str, int]:
     """The C++ function of one row hook, and the floats of `temps` that it uses, a multiple of 4."""
-    lowering = _WarpLowering(graph, tensors)
+    lowering = _WarpLowering(graph, tensors, uniforms)
     lines = lowering.run()
     head = (
         f"  template <class Row_>\n"
@@ -257,8 +272,8 @@ def lower_cuda(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> tuple
 
 
 class _WarpLowering(RowLowering):
-    def __init__(self, graph: Graph, tensors: Sequence[TensorParam]) -> None:
-        super().__init__(graph, tensors)
+    def __init__(self, graph: Graph, tensors: Sequence[TensorParam], uniforms: Uniforms) -> None:
+        super().__init__(graph, tensors, uniforms)
         self.scratch = 0
 
     def _store(self, i: int, node: Node) -> None:

@@ -23,15 +23,17 @@ from flashattn_jit.ops.arguments.calls import Call, Form, dense_form, is_aligned
 from flashattn_jit.ops.device import cuda
 from flashattn_jit.ops.device.plan_memory import DeviceState
 from flashattn_jit.ops.launching import launches, utility
-from flashattn_jit.ops.planning.batch_plan import Needs
+from flashattn_jit.ops.planning.batch_plan import Kernels, Needs, Options
+from flashattn_jit.planner import tiles
 from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import build_request, slots
 from flashattn_jit.torch_modes import is_capturing
+from flashattn_jit.variants.params import Dims
 from tests.cuda import suffixed
 from tests.cuda.kernels import compiled, spec_of
 from tests.harness.stand_in_driver import StandIn, driver, stand_in_library  # noqa: F401
 from tests.harness.toolkit import needs_nvcc
-from tests.planner.batch_plans import Paged, device_block, lengths
+from tests.planner.batch_plans import Dense, Paged, device_block, lengths, make
 
 CUDA0, CPU = torch.device("cuda", 0), torch.device("cpu")
 needs_no_driver = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would launch it")
@@ -410,6 +412,26 @@ def test_work_is_planned_for_the_blocks_that_a_device_holds(
     gone: Any = SimpleNamespace(path="/nowhere/artifact.so")
     assert cuda._registers(gone) is None
     assert cuda.workers(spec, CUDA0, gone) == slots(spec, h200).total
+
+
+@needs_nvcc
+def test_work_costs_what_the_device_that_runs_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's kernels have its bandwidth; emulated ones that of the target's typical device."""
+    structure = fa.Full().bind(Dims(1, 1, 1, 1, 64, 64, 64), {}).structure
+
+    def ns_of_a_tile(device: torch.device, target: str) -> float:
+        options = Options(1, 1, 64, 64, *[torch.bfloat16] * 3, device, target)
+        _, few = Kernels(options).pair(structure, Needs(0, True), "full")
+        assert few is not None
+        planned = make([1], Dense([64]), heads=(1, 1), kinds=(None, few.native), workers=1)
+        return sum(planned.plan.load_ns(1)) - tiles._CUDA_ITEM_NS
+
+    found = {}
+    for name in ("H100", "H200"):
+        monkeypatch.setattr(cuda, "_hardware", lambda _, name=name: named_hardware(name))
+        found[name] = ns_of_a_tile(CUDA0, "sm_90")
+    assert found["H100"] / found["H200"] == pytest.approx(4800 / 3350)
+    assert ns_of_a_tile(CPU, "emulated:sm_90") == found["H100"]
 
 
 def test_a_suffixed_target_runs_on_one_compute_capability_alone(

@@ -27,6 +27,10 @@ struct KeyDivisors {
       : page_size(a.page_size), key_block(a.key_block) {}
 };
 
+FAJIT_DEV int32_t divided(int32_t position, const Divisor& divisor) {
+  return static_cast<int32_t>(divisor.divide(static_cast<uint32_t>(position)));
+}
+
 // `listed`: an entry of the key lists, the logical position of a key; or ~p for no key, where p is
 // the first stored position: that row is read, and its position passed to hooks, instead.
 FAJIT_DEV bool is_key(int32_t listed) { return listed >= 0; }
@@ -89,6 +93,8 @@ class KeyRows {
     __syncwarp();
   }
 
+  FAJIT_DEV const KeyDivisors& divisors() const { return divisors_; }
+
   // Where the keys of `rows` positions from `first` on are: lane r gets position first + r, but at
   // most end - 1. With pages this reads the page table, with key lists first the lists: call it
   // early.
@@ -147,10 +153,6 @@ class KeyRows {
   }
 
  private:
-  FAJIT_DEV static int32_t divided(int32_t position, const Divisor& divisor) {
-    return static_cast<int32_t>(divisor.divide(static_cast<uint32_t>(position)));
-  }
-
   template <int HeadDim, class Layout, int kRows>
   FAJIT_DEV void load(unsigned char* tile, int first_row, int count, KeyLocation location,
                       const uint16_t* base, const int64_t (&stride)[3]) const {

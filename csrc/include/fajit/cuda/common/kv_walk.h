@@ -38,9 +38,9 @@ class KvWalk {
  public:
   static constexpr int kSharedBytes = 32;  // a warp: the state, and the run that was found
 
-  FAJIT_DEV KvWalk(const Context& c, const fajit_work& item, int32_t begin, int32_t end,
-                   unsigned char* shared)
-      : c_(c), item_(item), shared_(ptx::shared_address(shared)) {
+  FAJIT_DEV KvWalk(const Context& c, const KeyDivisors& divisors, const fajit_work& item,
+                   int32_t begin, int32_t end, unsigned char* shared)
+      : c_(c), divisors_(divisors), item_(item), shared_(ptx::shared_address(shared)) {
     // The group before the first: next_group() classifies the first one too, as the code is large.
     store({begin - 32 * kStep, max(begin, end), 0, 0});
   }
@@ -154,7 +154,7 @@ class KvWalk {
     const KeyLists lists(*c_.args, item_.request);
     int32_t first = lists.end, last = lists.first;
     bool all = true;
-    int32_t block = p0 / lists.block_size, at = p0 - block * lists.block_size;
+    int32_t block = divided(p0, divisors_.key_block), at = p0 - block * lists.block_size;
     for (int32_t p = p0; p < p1; ++block, at = 0) {
       const int32_t count = min(p1 - p, lists.block_size - at);
       const int64_t begin = lists.key(block, at), end = begin + count;
@@ -188,6 +188,7 @@ class KvWalk {
   }
 
   const Context c_;
+  const KeyDivisors& divisors_;
   const fajit_work& item_;
   const uint32_t shared_;
 };

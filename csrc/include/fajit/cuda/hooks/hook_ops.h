@@ -86,17 +86,18 @@ template <class D> FAJIT_FN auto load(const fajit_tensor& t, int64_t offset) {
 // --- slots ---------------------------------------------------------------------------------------
 
 // The slot of key `kv_idx` of request `b`; in paged storage, 0 if there is no such key.
-FAJIT_FN int64_t kv_slot(const Context& c, int64_t b, int64_t kv_idx) {
+FAJIT_FN int64_t kv_slot(const Context& c, int64_t b, int64_t kv_idx, const Divisor& page_size) {
   const fajit_args& a = *c.args;
   const int32_t r = c.kv_request >= 0 ? c.kv_request : request(c, b);
   if (a.page_indptr == nullptr) return kv_idx + load_global(a.kv_token0 + r);
   const int32_t first = a.kv_first == nullptr ? 0 : load_global(a.kv_first + r);
   if (kv_idx < first || kv_idx >= load_global(a.kv_len + r)) return 0;
-  const int32_t key = int32_t(kv_idx) - first, page = key / a.page_size;
+  const int32_t key = int32_t(kv_idx) - first;
+  const int32_t page = int32_t(page_size.divide(uint32_t(key)));
   const int32_t named = load_global(a.page_indices + load_global(a.page_indptr + r) + page);
   // An invalid page index must not give an invalid slot.
   const int64_t held = uint32_t(named) < uint32_t(a.num_pages) ? named : 0;
-  return held * a.page_size + (key - page * a.page_size);
+  return held * page_size.value + (key - page * page_size.value);
 }
 
 }  // namespace ops

@@ -90,8 +90,8 @@ class FewRow {
 #pragma unroll
     for (int d = 0; d < kD; ++d) o[0][d][0] = o[0][d][1] = o[0][d][2] = o[0][d][3] = 0.0f;
 
-    Walk walk(c_, item_, item_.kv_begin + warp_ * kKeys, end_of_positions<Config>(a_, item_),
-              walk_);
+    Walk walk(c_, keys_.divisors(), item_, item_.kv_begin + warp_ * kKeys,
+              end_of_positions<Config>(a_, item_), walk_);
     start_queries();
 
     // With one buffer (sm_75, whose loads go through registers) a tile is loaded just before its

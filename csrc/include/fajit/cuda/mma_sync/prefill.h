@@ -104,7 +104,8 @@ class Prefill {
 #pragma unroll
       for (int d = 0; d < kD; ++d) o[m][d][0] = o[m][d][1] = o[m][d][2] = o[m][d][3] = 0.0f;
 
-    const Walk walk(c_, item_, item_.kv_begin, end_of_positions<Config>(a_, item_), walk_);
+    const Walk walk(c_, keys_.divisors(), item_, item_.kv_begin,
+                    end_of_positions<Config>(a_, item_), walk_);
     load_queries();
     run_tiles(walk, rows, softmax, o);
     softmax.finish();
