@@ -31,7 +31,7 @@ MISSING = (
 )
 
 # The values of CUDART_VERSION for which fajit/cuda/lean/cuda_runtime.h may replace the toolkit's
-# header: tested with the first and the last.
+# header: tested with every minor release (.ci/toolkits).
 _LEAN = range(13000, 13060)
 
 _HEADER = "cuda_runtime_api.h"
