@@ -34,8 +34,9 @@ from tests.registry.cases import CASES, Shape
 pytestmark = needs_nvcc
 
 _HEAD = f"""
+#include <fajit/cuda/common/kv_walk.h>
+#include <fajit/cuda/common/units.h>
 #include <fajit/cuda/hooks/row_hooks.h>
-#include <fajit/interval.h>
 using namespace fajit;
 
 {CALL_STRUCT}
@@ -46,6 +47,7 @@ struct CallContext {{
   typename Hooks::Uniforms uniforms;
   FAJIT_FN explicit CallContext(const Call& p) {{
     args.num_requests = p.num_requests;
+    args.scale = 1.0f;
     args.q_len = p.q_len;
     args.kv_len = p.kv_len;
     args.q_offset = p.q_offset;
@@ -68,7 +70,18 @@ __device__ __forceinline__ void pairs(const Call& p) {{
   for (int32_t k = threadIdx.x; k < p.num_keys; k += blockDim.x) {{
     const auto key = Hooks::keys(c, b, h / p.group, k);
     const int64_t i = place * p.num_keys + k;
-    p.out[i] = Hooks::pointwise(c, Hooks::score(c, p.in[i], row, key));
+    float score = Hooks::score(c, p.in[i], row, key);
+    if constexpr (Hooks::kRaw) score *= Hooks::unit(c);
+    if constexpr (Hooks::kLine) {{
+      // Odd columns by a line from the first key of a tile of 16, where it is one.
+      const int32_t first = k / 16 * 16;
+      if (k % 2 == 1 && Hooks::is_line(Interval{{first, first + 15}}, Interval{{q, q}})) {{
+        const auto line = Hooks::line(c, row, first);
+        const float rest = Hooks::rest(c, p.in[i], row, key);
+        score = (fmaf(line.slope, float(k - first), rest) + line.at_first) * Hooks::unit(c);
+      }}
+    }}
+    p.out[i] = Hooks::pointwise(c, score);
     p.mask[i] = Hooks::mask(c, row, key);
   }}
   if (threadIdx.x == 0) p.sink[place] = Hooks::sink(c, b, h) + Hooks::pointwise_scale(c, b, h, q);

@@ -71,12 +71,19 @@ def steep() -> float:
     return difference(q.bfloat16(), k.bfloat16(), v, None, "emulated:sm_80")
 
 
+def biased() -> float:
+    """A bias by distance: a key tile that the rows' positions lie in, and a full one after them."""
+    q, k, v = random(1, 4, 40, 64), random(1, 2, 331, 64), random(1, 2, 331, 64)
+    return difference(q, k, v, fa.ALiBi(symmetric=True), "emulated:sm_80", q_offset=64)
+
+
 CALLS: dict[str, Callable[[], float]] = {
     "prefill": lambda: prefill(64),
     "prefill 128": lambda: prefill(128),
     "prefill sm_75": lambda: prefill(64, "emulated:sm_75"),
     "rotated": lambda: prefill(64, variant=fa.RoPE()),
     "prefill steep": steep,
+    "biased": biased,
     "prefill negative": lambda: prefill(64, scale=-0.125),
     "prefill states": lambda: prefill(64, partial=True),
     "decode": decode,
@@ -195,6 +202,18 @@ MUTANTS = (
     Mutant("the mask of the tile before", SCORES,
            "int32_t kv_idx = inside ? static_cast<int32_t>(position)",
            "int32_t kv_idx = inside ? static_cast<int32_t>(position) - kN * 8", "prefill"),
+    Mutant("a line across the diagonal", WALK, "state == FAJIT_TILE_FULL && line",
+           "state == FAJIT_TILE_FULL", "biased"),
+    Mutant("the column of the key before", SCORES, "static_cast<float>(n * 8 + j)",
+           "static_cast<float>(n * 8)", "biased"),
+    Mutant("the line of the tile's first key", SCORES,
+           "tile.begin + ptx::lane_index() % 4 * 2)", "tile.begin)", "biased"),
+    Mutant("the values of other rows", SCORES, "make(ptx::thread_here() % (2 * kM))", "make(0)",
+           "biased"),
+    Mutant("the shift of another lane", SOFTMAX,
+           "if constexpr (kShifted) best[i] += shift[i];\n      best[i] = ptx::quad_max(best[i]);",
+           "best[i] = ptx::quad_max(best[i]);\n      if constexpr (kShifted) best[i] += shift[i];",
+           "biased"),
     Mutant("the sum is not rescaled", SOFTMAX, "sum[i] *= rescale;", "", "prefill steep"),
     Mutant("heads of a group mixed up", "common/packed_rows.h",
            "item.head_begin + p - token * item.head_count", "item.head_begin", "prefill"),

@@ -17,6 +17,7 @@ from typing import Literal
 from ..interval.cpp import lower_classify
 from ..ir.ir import HOOK_INPUTS, ROW_HOOKS, Graph, VariantIR
 from . import pair, row
+from .block import straight_line
 from .expressions import TAG, Uniforms, arguments, literal
 
 _FLAGS = {
@@ -137,7 +138,7 @@ def _scalar_hook(variant: VariantIR, hook: str, declare: str, uniforms: Uniforms
         neutral = "s" if hook == "pointwise" else ("1.0f" if hook == "pointwise_scale" else "0.0f")
         return f"{opening}    return {neutral};\n  }}"
     prefix = f"{hook[0]}_" if uniforms is None else f"{hook}_"  # unique in `Uniforms`
-    lines, value = pair.straight_line(graph, variant.tensors, prefix, uniforms)
+    lines, value = straight_line(graph, variant.tensors, prefix, uniforms)
     body = "".join(f"    {line}\n" for line in lines)
     return f"{opening}{body}    return ops::widen<{result}>({value});\n  }}"
 

@@ -38,7 +38,7 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
   for (int i = 0; i < Config::kTensors; ++i) params.tensors[i] = a->tensors[i];
   for (int i = 0; i < Config::kScalars; ++i) params.scalars[i] = a->scalars[i];
   params.uniforms = Hooks::uniforms(Context(a));
-  params.units = units_of<Hooks>(a->scale);
+  params.units = units_of<Hooks>(a->scale, Context(a, a->tensors, a->scalars, &params.uniforms));
   params.divisors = KeyDivisors(*a);
   const int32_t parts = merge && blocks > 0 ? (a->max_merge_rows + kMergeRows - 1) / kMergeRows : 1;
   fill_launch(entries[kernel], blocks > 0 ? static_cast<uint32_t>(blocks) : 0,

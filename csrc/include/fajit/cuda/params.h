@@ -12,7 +12,7 @@ struct Params {
   fajit_args args;
   fajit_tensor tensors[Config::kTensors > 0 ? Config::kTensors : 1];
   uint64_t scalars[Config::kScalars > 0 ? Config::kScalars : 1];
-  typename Hooks::Uniforms uniforms;  // values that the hooks compute from scalars alone
+  typename Hooks::Uniforms uniforms;  // what the hooks compute from scalars and the scale
   Units units;
   KeyDivisors divisors;
 

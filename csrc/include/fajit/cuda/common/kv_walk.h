@@ -16,7 +16,7 @@ namespace fajit::cuda {
 
 struct KvTile {
   int32_t begin, end;  // positions of the item; none when begin >= end
-  bool full;           // every pair is kept: no mask and no bounds check
+  bool full;           // every pair is kept, and hooks are lines: no mask and no bounds check
   FAJIT_DEV bool valid() const { return begin < end; }
 };
 
@@ -31,6 +31,18 @@ struct KvRun {
   bool full;
   FAJIT_DEV bool valid() const { return begin < end; }
 };
+
+// Whether key_factor * k + query_factor * q + constant is an int32 for all pairs of a box; kFolded:
+// and is nowhere negative or nowhere positive, so that its absolute value is linear too.
+template <bool kFolded>
+FAJIT_FN bool is_line(const Interval& k, const Interval& q, int64_t key_factor,
+                      int64_t query_factor, int64_t constant) {
+  const int64_t lo = key_factor * (key_factor < 0 ? k.hi : k.lo) +
+                     query_factor * (query_factor < 0 ? q.hi : q.lo) + constant;
+  const int64_t hi = key_factor * (key_factor < 0 ? k.lo : k.hi) +
+                     query_factor * (query_factor < 0 ? q.lo : q.hi) + constant;
+  return lo > INT32_MIN && hi <= INT32_MAX && (!kFolded || lo >= 0 || hi <= 0);
+}
 
 // Tiles of kKeys keys of an item that start at begin, begin + kStep, ... and end at `end`.
 template <class Config, class Hooks, int kKeys, int kStep>
@@ -133,6 +145,7 @@ class KvWalk {
     const RowSpan rows =
         row_span<Config::kMixedRows>(*c_.args, item_, item_.row_begin, item_.row_end);
     int state = FAJIT_TILE_EMPTY;
+    bool line = true;
     // Positions fit int32, but not every lane's tile exists.
     const int64_t first = int64_t{s.group} + int64_t{ptx::lane_index()} * kStep;
     if (first < s.end) {
@@ -142,11 +155,14 @@ class KvWalk {
         state = classify_listed(rows, k0, k1);
       } else {
         state = classify(rows, k0, k1);
+        if constexpr (Hooks::kLine)
+          line = Hooks::is_line(Interval{k0, k1 - 1}, Interval{rows.q_first, rows.q_last});
       }
     }
     s.visit = __ballot_sync(ptx::kAllLanes, state != FAJIT_TILE_EMPTY);
     // A tile that the end cuts off needs a bounds check.
-    s.full = __ballot_sync(ptx::kAllLanes, state == FAJIT_TILE_FULL && s.end - first >= kKeys);
+    s.full =
+        __ballot_sync(ptx::kAllLanes, state == FAJIT_TILE_FULL && line && s.end - first >= kKeys);
   }
 
   // Positions [p0, p1) of the key lists, by the hull of their keys.

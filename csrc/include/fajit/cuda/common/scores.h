@@ -12,8 +12,9 @@ namespace fajit::cuda {
 // tile's rows are split among the warps, unless one warp holds all of them: then every warp does.
 //
 // The hooks' values of a row are kept in registers where there is a score_mod, which every tile
-// runs. With a mask alone they are recomputed in the few partial tiles, which saves registers in
-// the others.
+// runs: each lane of a quad, whose lanes share 2 kM rows, keeps those of one, and hands them to the
+// others in each tile. With a mask alone they are recomputed in the few partial tiles, which saves
+// registers in the others.
 template <class Config, class Hooks, int kM>
 class ThreadRows {
  public:
@@ -21,9 +22,11 @@ class ThreadRows {
 
   FAJIT_DEV ThreadRows(const Context& c, const fajit_args& a, const fajit_work& item)
       : c_(c), a_(a), item_(item) {
-    if constexpr (kKept)
-#pragma unroll
-      for (int i = 0; i < 2 * kM; ++i) kept_[i] = make(i);
+    static_assert(2 * kM <= 4, "a lane keeps one row of its quad");
+    if constexpr (kKept && kWords > 0) {
+      const Row row = make(ptx::thread_here() % (2 * kM));
+      __builtin_memcpy(kept_, &row, sizeof(Row));
+    }
   }
 
   // Rows past the item's end repeat its last one.
@@ -34,12 +37,19 @@ class ThreadRows {
     return packed_row<Config::kMixedRows>(a_, item_, min(p, item_.row_end - 1));
   }
   FAJIT_DEV Row row(int i) const {
-    if constexpr (kKept) return kept_[i];
-    return make(i);
+    if constexpr (kWords == 0) return Row{};
+    if constexpr (!kKept) return make(i);
+    uint32_t words[kWords > 0 ? kWords : 1];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = ptx::from_quad_lane(kept_[w], i);
+    Row row;
+    __builtin_memcpy(&row, words, sizeof(Row));
+    return row;
   }
 
  private:
   static constexpr bool kKept = Hooks::kScore;
+  static constexpr int kWords = __is_empty(Row) ? 0 : (sizeof(Row) + 3) / 4;
   FAJIT_DEV Row make(int i) const {
     const PackedRow row = at(i);
     return Hooks::rows(c_, row.b, row.h, row.q_idx);
@@ -48,7 +58,7 @@ class ThreadRows {
   const Context c_;
   const fajit_args& a_;
   const fajit_work& item_;
-  Row kept_[kKept ? 2 * kM : 1];
+  uint32_t kept_[kWords > 0 ? kWords : 1] = {};
 };
 
 // The logical position of key `r` of a tile, for hooks. listed: shared memory address of the tile's
@@ -59,22 +69,36 @@ FAJIT_DEV int32_t key_position(const KvTile& tile, [[maybe_unused]] uint32_t lis
   return tile.begin + r;
 }
 
+// Whether part of the scores of a tile is a line per row: `Hooks::line`.
+template <bool kMasked, class Config, class Hooks>
+inline constexpr bool kByLine = !kMasked && Hooks::kLine && !Config::kSparse;
+
 // Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
-// kMasked the tile is full: no mask code and no bounds check. listed: see key_position.
+// kMasked the tile is full: no mask code and no bounds check. The scores of row i lack at_first[i],
+// which the softmax takes off its base; without kByLine it is 0. listed: see key_position.
 template <bool kMasked, class Config, class Hooks, int kM, int kN>
-FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], const Context& c,
-                           const ThreadRows<Config, Hooks, kM>& rows, const Units& units,
-                           const fajit_work& item, int32_t kv_h, const KvTile& tile,
-                           [[maybe_unused]] uint32_t listed) {
-  constexpr bool kNatural = Hooks::kScore || Hooks::kPointwise;
+FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_first)[2 * kM],
+                           const Context& c, const ThreadRows<Config, Hooks, kM>& rows,
+                           const Units& units, const fajit_work& item, int32_t kv_h,
+                           const KvTile& tile, [[maybe_unused]] uint32_t listed) {
+  constexpr bool kNatural = !Hooks::kRaw && (Hooks::kScore || Hooks::kPointwise);
+  constexpr bool kLine = kByLine<kMasked, Config, Hooks>;
   constexpr bool kReadsKeys = Hooks::kScore || (kMasked && Hooks::kMask);
-  if constexpr (!kNatural && !kMasked) return;
+  if constexpr (!Hooks::kScore && !Hooks::kPointwise && !kMasked) return;
   using Row = typename ThreadRows<Config, Hooks, kM>::Row;
   [[maybe_unused]] Row row[2 * kM];
   [[maybe_unused]] PackedRow packed[2 * kM];
+  [[maybe_unused]] float slope[2 * kM];
 #pragma unroll
   for (int i = 0; i < 2 * kM; ++i) {
     if constexpr (kReadsKeys) row[i] = rows.row(i);
+    if constexpr (kLine) {
+      const auto line = Hooks::line(c, row[i], tile.begin + ptx::lane_index() % 4 * 2);
+      at_first[i] = line.at_first;
+      slope[i] = line.slope;
+    } else {
+      at_first[i] = 0.0f;
+    }
     if constexpr (Hooks::kPointwiseScale || Config::kMixedRows) packed[i] = rows.at(i);
   }
 #pragma unroll
@@ -110,7 +134,11 @@ FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], const Context& c,
         if constexpr (kReadsKeys && Config::kMixedRows)
           key = Hooks::keys(c, packed[i].b, kv_h, kv_idx);
         if constexpr (kNatural) x *= units.score;
-        if constexpr (Hooks::kScore) x = Hooks::score(c, x, row[i], key);
+        if constexpr (kLine) {
+          x = fmaf(slope[i], static_cast<float>(n * 8 + j), Hooks::rest(c, x, row[i], key));
+        } else if constexpr (Hooks::kScore) {
+          x = Hooks::score(c, x, row[i], key);
+        }
         if constexpr (Hooks::kPointwise) {
           x = Hooks::pointwise(c, x);
           if constexpr (Hooks::kPointwiseScale)

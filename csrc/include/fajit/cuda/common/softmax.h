@@ -26,24 +26,28 @@ struct OnlineSoftmax {
   }
 
   // Turns scores into weights in place; rescales the accumulators where the base changes.
-  template <int kN, int kD>
-  FAJIT_DEV void step(float (&s)[kM][kN][4], float (&o)[kM][kD][4], float exponent) {
+  // kShifted: the scores of row i lack shift[i], which differs between the lanes of a row.
+  template <bool kShifted, int kN, int kD>
+  FAJIT_DEV void step(float (&s)[kM][kN][4], const float (&shift)[2 * kM], float (&o)[kM][kD][4],
+                      float exponent) {
     float best[2 * kM];
-    if (raise(s, best, exponent)) rescale(best, o, exponent);
-    weigh(s, exponent);
+    if (raise<kShifted>(s, shift, best, exponent)) rescale(best, o, exponent);
+    weigh<kShifted>(s, shift, exponent);
   }
 
   // The base of each row after these scores; whether that of one of the warp's rows changes.
-  template <int kN>
-  FAJIT_DEV bool raise(const float (&s)[kM][kN][4], float (&best)[2 * kM], float exponent) const {
+  template <bool kShifted, int kN>
+  FAJIT_DEV bool raise(const float (&s)[kM][kN][4], [[maybe_unused]] const float (&shift)[2 * kM],
+                       float (&best)[2 * kM], float exponent) const {
     bool moves = false;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int m = i / 2, first = i % 2 * 2;
-      best[i] = top[i];
+      best[i] = kShifted ? s[m][0][first] : top[i];
 #pragma unroll
       for (int n = 0; n < kN; ++n)
         best[i] = fmaxf(best[i], fmaxf(s[m][n][first], s[m][n][first + 1]));
+      if constexpr (kShifted) best[i] += shift[i];
       best[i] = ptx::quad_max(best[i]);
       // At the first key of a row the difference to -inf is infinite. Without a key it is NaN:
       // false.
@@ -73,13 +77,17 @@ struct OnlineSoftmax {
   }
 
   // Turns scores into weights and adds them to the sums.
-  template <int kN>
-  FAJIT_DEV void weigh(float (&s)[kM][kN][4], float exponent) {
+  template <bool kShifted, int kN>
+  FAJIT_DEV void weigh(float (&s)[kM][kN][4], [[maybe_unused]] const float (&shift)[2 * kM],
+                       float exponent) {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int m = i / 2, first = i % 2 * 2;
-      // A row without a key so far: any finite base makes its weights 0.
-      const float base = top[i] == -FAJIT_INF ? 0.0f : top[i] * exponent;
+      // A row without a key so far: any finite base makes its weights 0; an infinite one does so
+      // for a shift of -inf too.
+      float base = top[i] == -FAJIT_INF ? 0.0f : top[i] * exponent;
+      if constexpr (kShifted)
+        base = top[i] == -FAJIT_INF ? FAJIT_INF : (top[i] - shift[i]) * exponent;
       float total = 0.0f;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {

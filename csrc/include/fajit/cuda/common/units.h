@@ -10,19 +10,36 @@ constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
 // Q is multiplied by `query` before the products and scores by `score` before the hooks; a score s
 // has the weight 2^(s * exponent - max).
-//   score_mod or pointwise   hooks see natural units: (1, scale, log2 e)
-//   else                     the scale is folded into the multiply-add of the exponent, where a
+//   no hook                  the scale is folded into the multiply-add of the exponent, where a
 //                            factor of 0 or less would not keep the order of the scores, so its
 //                            sign goes to Q: (sign of scale, 1, |scale| log2 e); with a scale of 0,
 //                            (0, 1, log2 e)
+//   kRaw: a score_mod        likewise; the hook has scores before the scale, knows the scale, and
+//                            gives multiples of its own unit: (sign of scale, 1, unit log2 e)
+//   other hooks              pointwise functions and C++ texts see natural units:
+//                            (1, scale, log2 e)
 struct Units { float query, score, exponent; };
 
+// The factor of an exponent is not 0, for -inf times 0 is NaN. Smaller units count as this one.
+constexpr float kLeastUnit = 0x1p-100f;
+
+// The unit of a hook's result that is a multiple of `factor`, or of -factor.
+FAJIT_FN float result_unit(float factor) {
+  const float unit = __builtin_fabsf(factor);
+  return unit < kLeastUnit ? kLeastUnit : unit;
+}
+// The natural value of a score of 1 before the scale, whose sign goes to Q.
+FAJIT_FN float score_unit(float scale) { return scale == 0.0f ? 1.0f : result_unit(scale); }
+
+// c: with the hooks' uniforms.
 template <class Hooks>
-FAJIT_FN Units units_of(float scale) {
-  if (Hooks::kScore || Hooks::kPointwise) return {1.0f, scale, kLog2e};
-  if (scale > 0.0f) return {1.0f, 1.0f, scale * kLog2e};
-  if (scale < 0.0f) return {-1.0f, 1.0f, -scale * kLog2e};
-  return {scale, 1.0f, kLog2e};  // 0
+FAJIT_FN Units units_of(float scale, const Context& c) {
+  const bool folded = Hooks::kRaw || !(Hooks::kScore || Hooks::kPointwise);
+  if (!folded) return {1.0f, scale, kLog2e};
+  float unit = score_unit(scale);
+  if constexpr (Hooks::kRaw) unit = Hooks::unit(c);
+  const float sign = scale > 0.0f ? 1.0f : scale < 0.0f ? -1.0f : scale;
+  return {sign, 1.0f, unit * kLog2e};
 }
 
 }  // namespace fajit::cuda

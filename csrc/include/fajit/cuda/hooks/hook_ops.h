@@ -32,6 +32,11 @@ FAJIT_FN int32_t fmod(int32_t a, const Divisor& d) {
   return d.value != 0 ? int32_t(m) : 0;
 }
 
+// --- signs ---------------------------------------------------------------------------------------
+
+// -x where `by` is negative, else x.
+FAJIT_FN float flipped(float x, int32_t by) { return as_float(as_int(x) ^ (by & INT32_MIN)); }
+
 // --- loads ---------------------------------------------------------------------------------------
 
 // The element offset of one index: negative indices wrap, others are clamped into the tensor.

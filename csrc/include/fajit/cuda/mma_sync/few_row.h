@@ -122,14 +122,17 @@ class FewRow {
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
       const uint32_t listed = listed_ + stage * kListedBytes;
       change_rows(tiles[0], k, listed);
-      float s[1][kN][4];
+      float s[1][kN][4], shift[2];
       multiply_scores<Element, QLayout>(s, ptx::shared_address(q_), ptx::shared_address(k));
       if (tiles[0].full) {
-        hook_scores<false, Config, Hooks>(s, c_, rows, units_, item_, kv_h_, tiles[0], listed);
+        hook_scores<false, Config, Hooks>(s, shift, c_, rows, units_, item_, kv_h_, tiles[0],
+                                          listed);
       } else {
-        hook_scores<true, Config, Hooks>(s, c_, rows, units_, item_, kv_h_, tiles[0], listed);
+        hook_scores<true, Config, Hooks>(s, shift, c_, rows, units_, item_, kv_h_, tiles[0],
+                                         listed);
       }
-      if constexpr (!Hooks::kPointwise) softmax.step(s, o, units_.exponent);
+      if constexpr (!Hooks::kPointwise)
+        softmax.template step<kByLine<false, Config, Hooks>>(s, shift, o, units_.exponent);
       multiply_values<Element, VLayout>(o, s, ptx::shared_address(k + kKBytes));
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) tiles[i] = tiles[i + 1];

@@ -248,8 +248,11 @@ class Prefill {
         ptx::commit_copies();
       }
       change_values(tile, stage, turn);
-      hook_scores<kMasked, Config, Hooks>(s, c_, rows, units_, item_, kv_h_, tile, listed(turn));
-      if constexpr (!Hooks::kPointwise) softmax.step(s, o, units_.exponent);
+      float shift[2 * kM];
+      hook_scores<kMasked, Config, Hooks>(s, shift, c_, rows, units_, item_, kv_h_, tile,
+                                          listed(turn));
+      if constexpr (!Hooks::kPointwise)
+        softmax.template step<kByLine<kMasked, Config, Hooks>>(s, shift, o, units_.exponent);
       multiply_values<Element, VLayout>(o, s, ptx::shared_address(v_ + stage * kVBytes));
       turn ^= 1;
       more = has_next(begin, walk);

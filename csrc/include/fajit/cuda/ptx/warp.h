@@ -32,6 +32,11 @@ template <class T>
 FAJIT_DEV T from_lane(T x, int lane) {
   return __shfl_sync(kAllLanes, x, lane);
 }
+// From lane 0 to 3 of the own quad.
+template <class T>
+FAJIT_DEV T from_quad_lane(T x, int lane) {
+  return __shfl_sync(kAllLanes, x, lane, 4);
+}
 template <class T>
 FAJIT_DEV T* pointer_from_lane(T* p, int lane) {
   const uint64_t bits = reinterpret_cast<uint64_t>(p);
