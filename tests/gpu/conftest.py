@@ -51,6 +51,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if values and {"case", "shape", "dtype"} <= set(values):
             wants[Want(values["case"], values["shape"], values["dtype"])] = None
         wants |= dict.fromkeys(() if EMULATED else getattr(item.module, "WANTS", ()))
+    if not wants:
+        return
     begin, target = time.perf_counter(), NAMED or device_target()
     spawn = multiprocessing.get_context("spawn")
     workers = min(len(os.sched_getaffinity(0)), len(wants))
