@@ -62,7 +62,7 @@ def plan_rows(machine: Machine, rounds: int) -> Iterator[Row]:
 def uneven_rows(machine: Machine, rounds: int) -> Iterator[Row]:
     """Decoding requests whose lengths follow Zipf's law, against equal ones of the same total."""
     heads = machine.pick(HEADS, _REDUCED_HEADS)
-    for count in machine.pick((16, 256), (4,)):
+    for count in machine.pick((16, 256), (4, 8)):
         mean = machine.pick(262144, 512) // count
         cases = {"constant": constant_lengths(count, mean), "zipf": zipf_lengths(count, mean)}
         q = machine.random(count, heads[0], DIM)

@@ -58,8 +58,8 @@ def smoke_rows(machine: Machine) -> Iterator[Row]:
             if share is None:
                 yield Row(f"{name}: FAILED", 0.0, 1.0, "errors", "lower", detail=words)
             else:
-                claim = f"{name}: error over what is allowed"
-                yield Row(claim, 1.0, share, "x", "lower", detail=words)
+                claim = f"{name}: RMS error"
+                yield Row(claim, 1.0, share, "of the allowed error", "lower", detail=words)
 
 
 def _smoked(machine: Machine, name: str) -> tuple[float | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import statistics
 import subprocess
@@ -24,7 +25,7 @@ from benchmarks.gpu.kernels import (
 )
 from benchmarks.gpu.machine import Machine, interleave
 from benchmarks.gpu.sections import Measurement
-from benchmarks.parts.measure import ROOT, Row, ratio
+from benchmarks.parts.measure import ROOT, Row, Run, ratio
 from benchmarks.parts.planned_otherwise import clear_plans, on_tile, planned
 from benchmarks.parts.work import (
     attention_flops,
@@ -48,21 +49,22 @@ SWEEP = {
 
 def compute(machine: Machine, rounds: int) -> Iterator[Measurement]:
     """All measurements, the most important first."""
-    for shape in machine.pick(prefill_shapes(), [(1, 2, _REDUCED, 64), (1, 2, _REDUCED, 128)]):
+    reduced = [(1, 2, _REDUCED, head_dim) for head_dim in (128, 64, 256)]
+    for shape in machine.cases(machine.pick(prefill_shapes(), reduced), 2):
         for causal in (False, True):
             rows = partial(prefill_rows, machine, rounds, shape, causal)
             yield Measurement(f"prefill {shape} {'causal' if causal else 'full'}", 10, rows)
-    for head_dim in machine.pick((128, 64), (128,)):
+    for head_dim in machine.cases((128, 64), 1):
         for name in ("ALiBi", "soft cap", "soft cap, approximate"):
             rows = partial(hook_rows, machine, rounds, head_dim, name)
             yield Measurement(f"{name} D{head_dim}", 40, rows)
     for name in ("sliding window", "document mask"):
         yield Measurement(name, 60, partial(mask_rows, machine, rounds, name))
-    for head_dim in machine.pick((128, 64), (128,)):
-        for name in machine.pick(("full", "causal", "soft cap"), ("full",)):
+    for head_dim in machine.cases((128, 64), 1):
+        for name in machine.cases(("full", "causal", "soft cap"), 1):
             rows = partial(tile_rows, machine, rounds, head_dim, name)
             yield Measurement(f"tiles of {name} D{head_dim}", 15, rows)
-    for name in machine.pick(tuple(PROFILED), ("full D128",)):
+    for name in machine.cases(tuple(PROFILED), 1):
         yield Measurement(f"counters of {name}", 60, partial(counter_rows, machine, name))
 
 
@@ -97,6 +99,7 @@ def prefill_rows(
         others |= peers.flashinfer_prefill(machine, q, k, v, causal)
     variant = fa.Causal() if causal else None
     ours = partial(fa.attention, q, k, v, variant, target=machine.target)
+    words = called(ours)
     times = interleave(machine, {"ours": ours, **others}, rounds)
     pairs = pairs_causal(length) if causal else length * length
     name = f"prefill D{head_dim} S{length} {'causal' if causal else 'full'}"
@@ -107,7 +110,7 @@ def prefill_rows(
         if predicted is not None:
             predicted /= predicted_peer_tflops(head_dim, causal, length)
     flops = attention_flops(pairs, batch, heads, head_dim)
-    yield against(f"{name}: over flash", "flash", 0.95, times, flops, predicted)
+    yield against(f"{name}: over flash", "flash", 0.95, times, flops, words, predicted)
 
 
 def hook_rows(machine: Machine, rounds: int, head_dim: int, name: str) -> Iterator[Row]:
@@ -128,16 +131,17 @@ def hook_rows(machine: Machine, rounds: int, head_dim: int, name: str) -> Iterat
         "plain": partial(fa.attention, q, k, v, target=machine.target),
         **peers.flex(machine, q, k, v, mod),
     }
+    words = called(runs["ours"])
     times = interleave(machine, runs, rounds)
     flops = attention_flops(length * length, batch, heads, head_dim)
     claim = f"{name} D{head_dim} S{length}"
     yield against(f"{claim}: over FlexAttention", "flex", {128: 0.75, 64: 0.85}[head_dim], times,
-                  flops)  # fmt: skip
+                  flops, words)  # fmt: skip
     predicted = None
     if machine.full:
         rates = [predicted_tflops(m, head_dim, length) for m in (model, "plain")]
         predicted = rates[0] / rates[1] if rates[0] and rates[1] else None
-    yield against(f"{claim}: over no hook", "plain", None, times, flops, predicted)
+    yield against(f"{claim}: over no hook", "plain", None, times, flops, words, predicted)
 
 
 def mask_rows(machine: Machine, rounds: int, name: str) -> Iterator[Row]:
@@ -153,11 +157,19 @@ def mask_rows(machine: Machine, rounds: int, name: str) -> Iterator[Row]:
         ),
     }[name]  # fmt: skip
     ours = partial(fa.attention, q, k, v, mod, target=machine.target)
+    words = called(ours)
     times = interleave(machine, {"ours": ours, **peers.flex_masked(machine, q, k, v, mod)}, rounds)
     flops = attention_flops(pairs, 1, heads, head_dim)
     claim = f"{name} S{length}: over FlexAttention"
-    yield against(f"{claim}'s kernel", "flex", 1.0, times, flops)
-    yield against(f"{claim} with its mask's creation", "flex + mask", 3.0, times, flops)
+    yield against(f"{claim}'s kernel", "flex", 1.0, times, flops, words)
+    yield against(f"{claim} with its mask's creation", "flex + mask", 3.0, times, flops, words)
+
+
+def called(run: Run) -> str:
+    """Makes a call that is not planned yet; words about its kernel."""
+    clear_plans()
+    run()
+    return last_kernel()
 
 
 def tile_rows(machine: Machine, rounds: int, head_dim: int, name: str) -> Iterator[Row]:
@@ -195,15 +207,16 @@ def against(
     goal: float | None,
     times: Mapping[str, list[float]],
     flops: float,
+    kernel: str,
     predicted: float | None = None,
 ) -> Row:
     """Our speed relative to a peer's; our rate without a goal if the peer did not run."""
     shown = ", ".join(f"{n} {statistics.median(t) * 1e3:.3f} ms" for n, t in times.items())
     rate = flops / statistics.median(times["ours"]) / 1e12
     if peer not in times:
-        return Row(f"{claim} (no peer)", None, rate, "TFLOP/s", detail=f"{shown}; {last_kernel()}")
+        return Row(f"{claim} (no peer)", None, rate, "TFLOP/s", detail=f"{shown}; {kernel}")
     value, spread = ratio(times[peer], times["ours"])
-    detail = f"{rate:.0f} TFLOP/s; {shown}; {last_kernel()}"
+    detail = f"{rate:.0f} TFLOP/s; {shown}; {kernel}"
     return Row(claim, goal, value, "x", "higher", spread, detail, predicted)
 
 
@@ -217,11 +230,15 @@ PROFILED = {
 """Calls whose kernels Nsight Compute counts: head_dim, variant."""
 
 METRICS = {
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": "tensor pipe",
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": "tensor instructions",
     "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_active": "shared memory",
     "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active": "MUFU pipe",
     "smsp__issue_active.avg.pct_of_peak_sustained_active": "issue slots",
 }
+
+
+_TOOLS = ("ncu", "/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/2025.3.1/ncu")
 
 
 def profiled_call(machine: Machine, name: str) -> None:
@@ -234,13 +251,19 @@ def profiled_call(machine: Machine, name: str) -> None:
 
 def counter_rows(machine: Machine, name: str) -> Iterator[Row]:
     """Shares of peak rates while a kernel is active, as Nsight Compute reports them."""
-    tool = shutil.which("ncu")
+    tool = next(filter(None, map(shutil.which, _TOOLS)), None)
     if tool is None:
         yield Row(f"{name}: Nsight Compute (ncu) is not installed", None, 0.0, "")
         return
+    # It refuses a list with a metric that the device lacks.
+    query = [tool, "--query-metrics", "--chip", "gh100"]  # of sm_90, the target of the pack
+    known = subprocess.run(
+        query, capture_output=True, text=True, check=False, timeout=60,
+    ).stdout  # fmt: skip
+    wanted = [m for m in METRICS if m.partition(".")[0] in known] or list(METRICS)
     command = [
         tool, "--csv", "--kernel-name", "regex:fajit_attention", "--launch-count", "1",
-        "--clock-control", "none", "--metrics", ",".join(METRICS),
+        "--clock-control", "none", "--metrics", ",".join(wanted),
         sys.executable, "-m", "benchmarks.gpu", "profiled", name,
         *([] if machine.full else ["--dry-run"]),
     ]  # fmt: skip
@@ -249,7 +272,8 @@ def counter_rows(machine: Machine, name: str) -> Iterator[Row]:
     )
     found = read_counters(done.stdout)
     if not found:
-        raise RuntimeError(f"ncu reported nothing: {(done.stdout + done.stderr)[-300:]}")
+        said = " ".join((done.stdout + done.stderr)[-300:].split())
+        yield Row(f"{name}: Nsight Compute counted nothing", None, 0.0, "", detail=said)
     for metric, what in METRICS.items():
         if metric in found:
             yield Row(f"{name}: {what}, share of its peak", None, found[metric], "%")
@@ -259,4 +283,5 @@ def read_counters(text: str) -> dict[str, float]:
     """The metrics in Nsight Compute's table of comma-separated values, which follows its log."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = csv.DictReader(lines)
-    return {r["Metric Name"]: float(r["Metric Value"].replace(",", "")) for r in rows}
+    values = {r["Metric Name"]: r["Metric Value"].replace(",", "") for r in rows}
+    return {name: float(x) for name, x in values.items() if re.fullmatch(r"[\d.]+", x)}

@@ -12,7 +12,7 @@ import re
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from flashattn_jit.planner.devices import Device, device_hardware, named_hardwar
 
 T = TypeVar("T")
 
-_SPIN_CYCLES = 2_000_000  # about 1 ms
+_SPIN_CYCLES = 10_000_000  # about 5 ms
 _QUERY = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit",
           "temperature.gpu")  # fmt: skip
 
@@ -36,13 +36,14 @@ class Machine(ABC):
     """What a section needs: tensors, times, graphs, memory.
 
     device: of tensors. target: of calls; None for the device's own. hardware: what the planner
-    knows of it. full: whether sizes are the real ones.
+    knows of it. full: whether sizes are the real ones. all_cases: whether all cases run.
     """
 
     device: str
     target: str | None
     hardware: Device
     full: bool
+    all_cases: bool
     activity: ProfilerActivity
 
     @property
@@ -51,8 +52,12 @@ class Machine(ABC):
         return self.hardware.target
 
     def pick(self, full: T, reduced: T) -> T:
-        """A size, or a list of cases: the second in a dry run."""
+        """A size: the second in a dry run."""
         return full if self.full else reduced
+
+    def cases(self, full: Sequence[T], fewer: int) -> Sequence[T]:
+        """Cases to run: in a dry run that makes no pack, the first ones."""
+        return full if self.all_cases else full[:fewer]
 
     def random(self, *sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Standard normal values."""
@@ -81,6 +86,15 @@ class Machine(ABC):
     @abstractmethod
     def describe(self) -> dict[str, str]:
         """Driver, clocks and power."""
+
+    def works(self) -> bool:
+        """Whether the device can still be used: an illegal access spoils its context for good."""
+        try:
+            self.synchronize()
+            self.release()
+        except Exception:  # torch raises several classes
+            return False
+        return True
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -127,12 +141,13 @@ class Gpu(Machine):
     device.
     """
 
-    device, target, full, activity = "cuda", None, True, ProfilerActivity.CUDA
+    device, target, full, all_cases = "cuda", None, True, True
+    activity = ProfilerActivity.CUDA
 
     def __init__(self) -> None:
         self.hardware = device_hardware(0)
         self._evicting = torch.empty(
-            max(4 * self.hardware.l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda"
+            max(self.hardware.l2_bytes, 1 << 24), dtype=torch.int32, device="cuda"
         )
 
     def name(self) -> str:
@@ -140,7 +155,11 @@ class Gpu(Machine):
 
     def describe(self) -> dict[str, str]:
         command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader"]
-        return described(subprocess.run(command, capture_output=True, text=True, check=False))
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:
+            return {}
+        return described(done)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -155,7 +174,7 @@ class Gpu(Machine):
         return begin.elapsed_time(end) / 1e3
 
     def flush(self) -> None:
-        self._evicting.zero_()
+        self._evicting.max()  # reads: lines that were written would be written back later
 
     def graph(self, run: Run, calls: int) -> Run:
         side = torch.cuda.Stream()
@@ -188,12 +207,16 @@ class Gpu(Machine):
 
 
 class Emulated(Machine):
-    """A dry run: the kernels of an H100 in the emulator, on CPU tensors."""
+    """A dry run: the kernels of an H100 in the emulator, on CPU tensors.
 
-    device, target, full, activity = "cpu", "emulated:sm_90", False, ProfilerActivity.CPU
+    all_cases: needs every kernel that the real run needs, which is what a pack is made by.
+    """
 
-    def __init__(self) -> None:
-        self.hardware = named_hardware("H100")
+    device, target, full = "cpu", "emulated:sm_90", False
+    activity = ProfilerActivity.CPU
+
+    def __init__(self, all_cases: bool = False) -> None:
+        self.hardware, self.all_cases = named_hardware("H100"), all_cases
 
     def name(self) -> str:
         return "dry-run"

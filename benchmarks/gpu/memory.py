@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 
@@ -19,7 +21,7 @@ import flashattn_jit as fa
 from benchmarks.gpu import peers
 from benchmarks.gpu.batch import batches
 from benchmarks.gpu.machine import Machine, host_seconds, interleave
-from benchmarks.gpu.sections import Measurement
+from benchmarks.gpu.sections import Clock, Measurement
 from benchmarks.parts.batch_work import page_table
 from benchmarks.parts.measure import ROOT, Row, ratio, time_row
 from benchmarks.parts.planned_otherwise import planned, without_splits
@@ -28,26 +30,26 @@ from benchmarks.parts.work import batch_for_kv, copy_bytes, decode_bytes
 
 KV_BYTES = 1 << 30
 KV_HEADS, HEAD_DIM = 8, 128
-GROUPS, PAGES = (1, 4, 8, 7), (64, 16, 1)
+GROUPS, PAGES = (4, 1, 8, 7), (64, 16, 1)
 _GRAPH_CALLS = 20
-_TESTS_S = 240
+_TESTS_S, _ENDING_S = 300, 15
 VARIABLE = "FAJIT_GPU_TESTS"
 """Where tests/gpu runs if not on a GPU: see tests/gpu/place.py."""
 
 
-def memory(machine: Machine, rounds: int) -> Iterator[Measurement]:
+def memory(machine: Machine, rounds: int, clock: Clock) -> Iterator[Measurement]:
     """All measurements, the most important first, the tests last."""
     for page_size in PAGES:
-        for group in machine.pick(GROUPS, (4,)):
+        for group in machine.cases(GROUPS, 1):
             rows = partial(decode_rows, machine, rounds, page_size, group)
             yield Measurement(f"decode, page {page_size}, group {group}", 12, rows)
     yield Measurement("decode of one request", 15, partial(latency_rows, machine, rounds))
-    for kv_len in machine.pick((1024, 8192, 65536), (1024,)):
+    for kv_len in machine.cases(machine.pick((1024, 8192, 65536), (1024, 2048)), 1):
         yield Measurement(
             f"splits at kv {kv_len}", 10, partial(split_rows, machine, rounds, kv_len)
         )
     yield from batches(machine, rounds)
-    yield Measurement("tests/gpu", 60, partial(rows_of_tests, machine))
+    yield Measurement("tests/gpu", 60, partial(rows_of_tests, machine, clock))
 
 
 def decode_rows(machine: Machine, rounds: int, page_size: int, group: int) -> Iterator[Row]:
@@ -129,6 +131,8 @@ def split_rows(machine: Machine, rounds: int, kv_len: int) -> Iterator[Row]:
     kernels = machine.kernel_seconds(runs["split"])
     merge = sum(t for name, t in kernels.items() if "merge" in name)
     total = sum(t for name, t in kernels.items() if "fajit" in name)
+    if machine.full and not total:
+        raise RuntimeError(f"the profiler reported none of the kernels, only {list(kernels)[:5]}")
     share = 100 * merge / total if total else 0.0
     yield Row(f"decode B1 kv {kv_len}: the merge's share of the kernels' time", None, share, "%",
               "lower", None, f"merge {merge * 1e6:.1f} of {total * 1e6:.1f} us")  # fmt: skip
@@ -137,24 +141,32 @@ def split_rows(machine: Machine, rounds: int, kv_len: int) -> Iterator[Row]:
 # --- tests ----------------------------------------------------------------------------------------
 
 
-def rows_of_tests(machine: Machine) -> Iterator[Row]:
+def rows_of_tests(machine: Machine, clock: Clock) -> Iterator[Row]:
     """tests/gpu, the sanitizer included, in a process of its own: an error may make a context
     unusable."""
     # Without the project's strict options: a missing plugin, or a warning of another version of
     # torch, is not a failure of a kernel.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default",
-               "-o", "addopts=--import-mode=importlib", "tests/gpu"]  # fmt: skip
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, timeout=_TESTS_S, check=False, capture_output=True, text=True,
-            env=os.environ if machine.full else {**os.environ, VARIABLE: machine.target or ""},
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-W",
+               "default", "-o", "addopts=--import-mode=importlib", "tests/gpu"]  # fmt: skip
+    environment = (
+        dict(os.environ) if machine.full else {**os.environ, VARIABLE: machine.target or ""}
+    )
+    limit = min(_TESTS_S, max(clock.left() - _ENDING_S, 1.0))
+    with tempfile.TemporaryFile("w+") as output:
+        # A session of its own: the children of a test that hangs are ended with it.
+        started = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
-        text, code = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as late:
-        out = late.stdout or b""
-        text = out.decode() if isinstance(out, bytes) else out
-        text, code = f"{text}\nstopped after {late.timeout:.0f} s", 1
-    say(text[-8000:])
+        try:
+            code = started.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            code = started.wait()
+            output.write(f"\nstopped after {limit:.0f} s")
+        output.seek(0)
+        text = output.read()
+    say("\n".join(x for x in text.splitlines() if " PASSED" not in x)[-8000:])
     failed, last = failures(text, code)
     yield Row("tests/gpu: failures", 0.0, failed, "tests", "lower", detail=last)
 

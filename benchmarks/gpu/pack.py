@@ -1,12 +1,13 @@
 """The pack: all kernels of the benchmark and of tests/gpu, compiled on a machine without a GPU.
 
-A dry run at reduced sizes needs the same kernels as the real one, since kernels depend on classes
-of sizes alone. The folder has a cache of its own, so it holds nothing else.
+A dry run of all cases at reduced sizes needs the same kernels as the real run, since kernels depend
+on classes of sizes alone. The folder has a cache of its own, so it holds nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import lzma
 import os
@@ -21,19 +22,27 @@ import flashattn_jit as fa
 from benchmarks.gpu import rates
 from benchmarks.gpu.memory import VARIABLE
 from benchmarks.parts.measure import ROOT, commit, versions
+from flashattn_jit import env
 
 KERNELS, ABOUT = "kernels.pack.xz", "about.json"
 TARGET = "sm_90"
+MOST_BYTES = 50 << 20  # of a pack: it travels with the checkout
+_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 1, "dict_size": 64 << 20}]
 
 
 def build(folder: Path, dry_run: Callable[[], int], tests: bool) -> int:
     """Writes a pack into a folder; returns the exit status of the dry run. tests: those of
     tests/gpu too."""
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ["FLASHATTN_JIT_CACHE_DIR"] = str(folder.resolve() / "cache")
     rates.build(folder, TARGET)
-    made: dict[str, object] = {"commit": commit(), "versions": versions()}
+    made: dict[str, object] = {"commit": commit(), "sources": sources(), "versions": versions()}
     _write(folder, made)
+    with tempfile.TemporaryDirectory() as cache:  # with no kernel of an earlier run
+        os.environ["FLASHATTN_JIT_CACHE_DIR"] = cache
+        return _fill(folder, made, dry_run, tests)
+
+
+def _fill(folder: Path, made: dict[str, object], dry_run: Callable[[], int], tests: bool) -> int:
     status = dry_run()
     if tests:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
@@ -42,15 +51,25 @@ def build(folder: Path, dry_run: Callable[[], int], tests: bool) -> int:
         status |= subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     with tempfile.TemporaryDirectory() as work:
         report = fa.pack(Path(work) / "kernels.pack", targets=TARGET)
-        # PTX and machine code of similar kernels: a tenth of the size, in a minute.
+        # Kernels resemble each other, over a distance of many: a large dictionary.
         with (
             Path(report.path).open("rb") as raw,
-            lzma.open(folder / KERNELS, "wb", preset=1) as packed,
+            lzma.open(folder / KERNELS, "wb", filters=_FILTERS) as packed,
         ):
             shutil.copyfileobj(raw, packed, 1 << 20)
     _write(folder, made | {"kernels": report.entries})
-    print(report)
-    return status
+    size = (folder / KERNELS).stat().st_size
+    print(f"{report}; compressed {size / 1e6:.1f} MB")
+    return status or int(size > MOST_BYTES)
+
+
+def sources() -> str:
+    """A digest of what kernels are made from: headers and templates."""
+    digest = hashlib.sha256()
+    for root in (env.include_dir(), env.templates_dir()):
+        for path in sorted(p for p in root.rglob("*") if p.is_file()):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _write(folder: Path, made: dict[str, object]) -> None:
@@ -66,7 +85,11 @@ def used(folder: Path) -> Iterator[None]:
     if not (folder / KERNELS).is_file():
         raise SystemExit(f"benchmarks.gpu: {folder} holds no {KERNELS}; make it with "
                          f"`python -m benchmarks.gpu pack {folder}`")  # fmt: skip
+    if about(folder)["sources"] != sources():
+        raise SystemExit(f"benchmarks.gpu: {folder} was made from other headers or templates; make "
+                         "it anew")  # fmt: skip
     with tempfile.TemporaryDirectory() as work:
+        os.environ["FLASHATTN_JIT_CACHE_DIR"] = str(Path(work) / "cache")
         unpacked = Path(work) / "kernels.pack"
         with lzma.open(folder / KERNELS) as packed, unpacked.open("wb") as raw:
             shutil.copyfileobj(packed, raw, 1 << 20)

@@ -1,12 +1,19 @@
 // Kernels that each repeat one instruction, whose rates the model of machine code assumes, and one
-// that reads memory. All have one signature: `out` gets one value a thread, so that nothing is
-// removed; `data` is read; `count` is the number of repetitions, or of 16-byte words to read.
+// that reads memory. All have one signature: `out` gets two values a thread, the clocks that its
+// loop took and a result, so that nothing is removed; `data` is read; `count` is the number of
+// repetitions, or of 16-byte words to read.
 #include <cstdint>
 
 namespace {
 
 constexpr int kChains = 8;  // independent results in flight
 __device__ int thread_of_grid() { return blockIdx.x * blockDim.x + threadIdx.x; }
+
+// The clocks since `begin`, and a result.
+__device__ void finish(float* out, long long begin, float result) {
+  out[2 * thread_of_grid()] = static_cast<float>(clock64() - begin);
+  out[2 * thread_of_grid() + 1] = result;
+}
 
 }  // namespace
 
@@ -15,29 +22,33 @@ extern "C" __global__ void repeat_fma(float* out, const float* data, long long c
   const float a = data[0], b = data[1];
 #pragma unroll
   for (int j = 0; j < kChains; ++j) x[j] = data[j];
-#pragma unroll 4
-  for (long long i = 0; i < count; ++i)
+  const int repeats = static_cast<int>(count);
+  const long long begin = clock64();
+#pragma unroll 16
+  for (int i = 0; i < repeats; ++i)
 #pragma unroll
     for (int j = 0; j < kChains; ++j)
       asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(x[j]) : "f"(a), "f"(b));
   float sum = 0;
 #pragma unroll
   for (int j = 0; j < kChains; ++j) sum += x[j];
-  out[thread_of_grid()] = sum;
+  finish(out, begin, sum);
 }
 
 extern "C" __global__ void repeat_exp(float* out, const float* data, long long count) {
   float x[kChains];
 #pragma unroll
   for (int j = 0; j < kChains; ++j) x[j] = data[j];
-#pragma unroll 4
-  for (long long i = 0; i < count; ++i)
+  const int repeats = static_cast<int>(count);
+  const long long begin = clock64();
+#pragma unroll 16
+  for (int i = 0; i < repeats; ++i)
 #pragma unroll
     for (int j = 0; j < kChains; ++j) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x[j]));
   float sum = 0;
 #pragma unroll
   for (int j = 0; j < kChains; ++j) sum += x[j];
-  out[thread_of_grid()] = sum;
+  finish(out, begin, sum);
 }
 
 extern "C" __global__ void repeat_mma(float* out, const float* data, long long count) {
@@ -51,8 +62,10 @@ extern "C" __global__ void repeat_mma(float* out, const float* data, long long c
   for (int j = 0; j < kChains; ++j)
 #pragma unroll
     for (int k = 0; k < 4; ++k) x[j][k] = data[k];
-#pragma unroll 2
-  for (long long i = 0; i < count; ++i)
+  const int repeats = static_cast<int>(count);
+  const long long begin = clock64();
+#pragma unroll 16
+  for (int i = 0; i < repeats; ++i)
 #pragma unroll
     for (int j = 0; j < kChains; ++j)
       asm volatile(
@@ -65,7 +78,7 @@ extern "C" __global__ void repeat_mma(float* out, const float* data, long long c
   for (int j = 0; j < kChains; ++j)
 #pragma unroll
     for (int k = 0; k < 4; ++k) sum += x[j][k];
-  out[thread_of_grid()] = sum;
+  finish(out, begin, sum);
 }
 
 // Rows of 16 bytes, one a lane: no bank conflicts. data[8] is 0; the compiler, which does not know
@@ -79,8 +92,10 @@ extern "C" __global__ void repeat_ldmatrix(float* out, const float* data, long l
 #pragma unroll
   for (int j = 0; j < kChains; ++j)
     at[j] = static_cast<uint32_t>(__cvta_generic_to_shared(rows + (threadIdx.x ^ j)));
-#pragma unroll 4
-  for (long long i = 0; i < count; ++i)
+  const int repeats = static_cast<int>(count);
+  const long long begin = clock64();
+#pragma unroll 16
+  for (int i = 0; i < repeats; ++i)
 #pragma unroll
     for (int j = 0; j < kChains; ++j) {
       uint32_t r[4];
@@ -92,16 +107,22 @@ extern "C" __global__ void repeat_ldmatrix(float* out, const float* data, long l
   uint32_t sum = 0;
 #pragma unroll
   for (int j = 0; j < kChains; ++j) sum += at[j];
-  out[thread_of_grid()] = __uint_as_float(sum);
+  finish(out, begin, __uint_as_float(sum));
 }
 
 extern "C" __global__ void read_words(float* out, const uint4* data, long long count) {
+  constexpr int kLoads = 8;  // in flight to a thread
+  const long long begin = clock64(), step = static_cast<long long>(gridDim.x) * blockDim.x;
   uint4 seen = make_uint4(0, 0, 0, 0);
-  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
-#pragma unroll 4
-  for (long long i = thread_of_grid(); i < count; i += step) {
-    const uint4 word = data[i];
-    seen = make_uint4(seen.x ^ word.x, seen.y ^ word.y, seen.z ^ word.z, seen.w ^ word.w);
+  for (long long i = thread_of_grid(); i < count; i += kLoads * step) {
+    uint4 words[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j)
+      words[j] = i + j * step < count ? data[i + j * step] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j)
+      seen = make_uint4(seen.x ^ words[j].x, seen.y ^ words[j].y, seen.z ^ words[j].z,
+                        seen.w ^ words[j].w);
   }
-  out[thread_of_grid()] = __uint_as_float(seen.x ^ seen.y ^ seen.z ^ seen.w);
+  finish(out, begin, __uint_as_float(seen.x ^ seen.y ^ seen.z ^ seen.w));
 }

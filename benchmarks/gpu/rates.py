@@ -26,6 +26,7 @@ SOURCE = Path(__file__).with_name("rates.cu")
 CUBIN, PTX = "rates.cubin", "rates.ptx"
 _THREADS, _CHAINS = 128, 8
 _WARPS = _THREADS // 32
+_BLOCKS_PER_SM = 4  # 16 warps: they hide the latency of any of these instructions
 _NUMBERS = 1024  # in `data` of kernels that repeat an instruction
 
 
@@ -38,6 +39,19 @@ def build(folder: Path, target: str) -> None:
         command = [str(toolkit.nvcc), kind, f"-arch={target}", "-std=c++17", "-O3", str(SOURCE),
                    "-o", str(folder / name)]  # fmt: skip
         subprocess.run(command, check=True)
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
 class OnGpu:
@@ -55,8 +69,8 @@ class OnGpu:
         given = ctypes.create_string_buffer(params, len(params))
         begin = ctypes.addressof(given)
         addresses = (ctypes.c_void_p * (len(params) // 8))(*range(begin, begin + len(params), 8))
-        self._check("cuLaunchKernel", function, blocks, 1, 1, _THREADS, 1, 1, 0,
-                    ctypes.c_void_p(stream), addresses, None)  # fmt: skip
+        config = _Config((blocks, 1, 1), (_THREADS, 1, 1), 0, stream, None, 0)
+        self._check("cuLaunchKernelEx", ctypes.byref(config), function, addresses, None)
 
     def _check(self, name: str, *arguments: object) -> None:
         result = getattr(self._driver, name)(*arguments)
@@ -73,8 +87,8 @@ class Rates:
         self._ptx = (folder / PTX).read_text()
 
     def run(self, kernel: str, blocks: int, data: torch.Tensor, count: int) -> torch.Tensor:
-        """Launches a kernel; returns `out` [threads]."""
-        out = torch.empty(blocks * _THREADS, dtype=torch.float32, device=self.machine.device)
+        """Launches a kernel; returns `out` [threads, 2]: clocks, and a result."""
+        out = torch.empty(blocks * _THREADS, 2, dtype=torch.float32, device=self.machine.device)
         params = struct.pack("<QQq", out.data_ptr(), data.data_ptr(), count)
         if self._gpu is not None:
             self._gpu.launch(kernel, blocks, params, torch.cuda.current_stream().cuda_stream)
@@ -89,41 +103,27 @@ class Rates:
 
 
 def instruction_rows(rates: Rates, rounds: int) -> Iterator[Row]:
-    """Clocks from one instruction of a scheduler to its next one, beside what the model assumes.
-
-    A clock is the time of an FMA, of which a scheduler of sm_80 and later issues one per clock.
-    """
+    """Clocks from one instruction of a scheduler to its next one, beside what the model assumes."""
     machine = rates.machine
     known = multiprocessor(machine.hardware)
-    blocks = machine.pick(4 * machine.hardware.num_sms, 1)
+    blocks = machine.pick(_BLOCKS_PER_SM * machine.hardware.num_sms, 1)
     data = torch.rand(_NUMBERS, dtype=torch.float32, device=machine.device)
     data[8] = 0.0  # read by repeat_ldmatrix
-    runs = {
-        name: partial(rates.run, name, blocks, data, machine.pick(count, 2))
-        for name, count in (
-            ("repeat_fma", 40_000), ("repeat_exp", 8_000), ("repeat_mma", 6_000),
-            ("repeat_ldmatrix", 4_000),
-        )
-    }  # fmt: skip
-    times = {n: median(t) for n, t in interleave(machine, runs, rounds).items()}
-    # `blocks` of 4 warps on `num_sms` multiprocessors: so many instructions of each scheduler.
-    warps = blocks * _WARPS / (machine.hardware.num_sms * SCHEDULERS)
-
-    def each(name: str) -> float:
-        count = runs[name].args[3]
-        return times[name] / (count * _CHAINS * warps)
-
-    clock_s = each("repeat_fma")
-    yield Row("clock by the rate of FMAs", None, 1e-9 / clock_s, "GHz",
-              predicted=known and known.clock_hz / 1e9)  # fmt: skip
     assumed = {
-        "repeat_exp": ("ex2", known and float(known.mufu)),
-        "repeat_mma": ("mma 16x8x16", known and known.hmma),
-        "repeat_ldmatrix": ("ldmatrix.x4", 4.0 * SCHEDULERS),
+        "repeat_fma": ("fma", 40_000, 1.0),
+        "repeat_exp": ("ex2", 8_000, known and float(known.mufu)),
+        "repeat_mma": ("mma 16x8x16", 6_000, known and known.hmma),
+        "repeat_ldmatrix": ("ldmatrix.x4", 4_000, 4.0 * SCHEDULERS),
     }
-    for name, (what, value) in assumed.items():
-        yield Row(f"{what}: clocks of a scheduler", None, each(name) / clock_s, "clocks", "lower",
-                  predicted=value)  # fmt: skip
+    for name, (what, full, clocks) in assumed.items():
+        count = machine.pick(full, 32)
+        run = partial(rates.run, name, blocks, data, count)
+        seconds = median(interleave(machine, {what: run}, rounds)[what])
+        # All blocks of a multiprocessor run at once, so each warp's loop takes as long as all.
+        taken = float(run()[:, 0].max())
+        each = taken / (count * _CHAINS * _BLOCKS_PER_SM * _WARPS / SCHEDULERS)
+        yield Row(f"{what}: clocks of a scheduler", None, each, "clocks", "lower", None,
+                  f"{taken / seconds / 1e9:.2f} GHz", clocks)  # fmt: skip
 
 
 def bandwidth_rows(rates: Rates, rounds: int) -> Iterator[Row]:
@@ -132,7 +132,7 @@ def bandwidth_rows(rates: Rates, rounds: int) -> Iterator[Row]:
     size = machine.pick(1 << 30, 1 << 14)
     data = torch.randint(0, 256, (size,), dtype=torch.uint8, device=machine.device)
     copy = torch.empty_like(data)
-    blocks = machine.pick(8 * machine.hardware.num_sms, 2)
+    blocks = machine.pick(16 * machine.hardware.num_sms, 2)
     runs = {
         "read": partial(rates.run, "read_words", blocks, data, size // 16),
         "copy": partial(copy.copy_, data),

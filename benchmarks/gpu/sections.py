@@ -46,8 +46,12 @@ def measured(machine: Machine, clock: Clock, measurements: Iterable[Measurement]
                 say(f"  {row.claim}: {row.measured:.3g} {row.unit} ({row.detail})")
                 yield row
             machine.synchronize()
+            machine.release()
         except Exception as error:  # of any kind: of a kernel, of a peer, of this script
             text = f"{type(error).__name__}: {str(error)[:300]}"
             say(f"  {one.what} FAILED: {text}\n{traceback.format_exc()}")
             yield Row(f"{one.what}: FAILED", 0.0, 1.0, "errors", "lower", detail=text)
-        machine.release()
+            if not machine.works():
+                yield Row("the device has failed: nothing more can be measured", 0.0, 1.0, "errors",
+                          "lower")  # fmt: skip
+                return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -202,6 +203,9 @@ def save(
     path.parent.mkdir(parents=True, exist_ok=True)
     document = json.loads(path.read_text()) if path.exists() else {}
     written = [asdict(r) | {"verdict": r.verdict} for r in rows]
+    for row in written:
+        if not math.isfinite(row["measured"]):  # JSON has no such number
+            row["measured"] = str(row["measured"])
     document[benchmark] = {"time": now.isoformat(timespec="seconds"), **context, "rows": written}
     path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     return path

@@ -25,14 +25,14 @@ def test_the_repeated_instructions_are_in_the_machine_code(folder):
     """Nothing was removed or merged: the loop has as many as the source."""
     code = disassemble((folder / rates.CUBIN).read_bytes())
     for kernel, instruction, unrolled in (
-        ("repeat_fma", "FFMA", 4), ("repeat_exp", "MUFU", 4), ("repeat_mma", "HMMA", 2),
-        ("repeat_ldmatrix", "LDSM", 4),
+        ("repeat_fma", "FFMA", 16), ("repeat_exp", "MUFU", 16), ("repeat_mma", "HMMA", 16),
+        ("repeat_ldmatrix", "LDSM", 16),
     ):  # fmt: skip
         names = [i.name for symbol, body in code.items() if kernel in symbol for i in body]
         assert names.count(instruction) >= 8 * unrolled, kernel
         assert "LDL" not in names
     reads = [i for symbol, body in code.items() if "read_words" in symbol for i in body]
-    assert sum(i.name == "LDG" and ".128" in i.opcode for i in reads) >= 4
+    assert sum(i.name == "LDG" and ".128" in i.opcode for i in reads) >= 8
 
 
 @needs_nvcc
@@ -42,11 +42,11 @@ def test_rates_are_launched_through_the_driver(folder, driver: StandIn):
     driver.records_params(24)
     driver.calls()
     loaded.launch("read_words", 7, bytes(range(24)), 9)
-    (call,) = driver.calls("cuLaunchKernel")
+    (call,) = driver.calls("cuLaunchKernelEx")
     assert call.split()[1:] == ["read_words", "on", "0", "7", "1", "1", "128", "1", "1", "0", "9",
                                 bytes(range(24)).hex()]  # fmt: skip
-    driver.fail("cuLaunchKernel", 700)
-    with pytest.raises(RuntimeError, match="cuLaunchKernel failed with CUresult 700"):
+    driver.fail("cuLaunchKernelEx", 700)
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with CUresult 700"):
         loaded.launch("read_words", 7, bytes(24), 9)
 
 

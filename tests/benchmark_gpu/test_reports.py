@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,15 +70,18 @@ def test_a_folder_without_a_pack_is_refused(tmp_path):
 
 
 def test_a_pack_is_where_kernels_are_taken_from(tmp_path, monkeypatch):
-    for name in ("FLASHATTN_JIT_CACHE_PATH", "FLASHATTN_JIT_COMPILE"):
+    for name in ("FLASHATTN_JIT_CACHE_PATH", "FLASHATTN_JIT_COMPILE", "FLASHATTN_JIT_CACHE_DIR"):
         monkeypatch.setenv(name, "")
+    about = tmp_path / pack.ABOUT
+    about.write_text(json.dumps({"sources": pack.sources()}))
     with lzma.open(tmp_path / pack.KERNELS, "wb") as packed:
         packed.write(b"kernels")
     with pack.used(tmp_path):
-        import os
-
         assert Path(os.environ["FLASHATTN_JIT_CACHE_PATH"]).read_bytes() == b"kernels"
         assert os.environ["FLASHATTN_JIT_COMPILE"] == "never"
+    about.write_text(json.dumps({"sources": "others"}))
+    with pytest.raises(SystemExit, match="other headers"), pack.used(tmp_path):
+        pass
 
 
 def test_a_wrong_value_of_a_smoke_call_is_seen():

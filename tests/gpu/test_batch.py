@@ -29,14 +29,18 @@ def _wants() -> dict[Want, None]:
     wants = {}
     for entry in ENTRIES:
         group = entry.heads[0] // entry.heads[1]
-        rows = {(1 if n * group <= MOST_FEW_ROWS else MOST_FEW_ROWS + 1) for n in entry.q_len if n}
+        rows = {(1 if n * group <= MOST_FEW_ROWS else n * group) for n in entry.q_len if n}
         features = ("paged",) if entry.page_size else ()
         for packed in rows:
             shape = Shape(1, 1, 1, packed, 64, entry.dim, entry.dim)
             wants[Want(entry.what.name, shape, BF16, features)] = None
+    for what in GRAPH:  # which run on a GPU alone
+        for rows in (1, 128):
+            wants[Want(what.name, Shape(1, 1, 1, rows, 64, 128, 128), BF16, ("paged",))] = None
     return wants
 
 
+GRAPH = (CAUSAL, Math(window=200, sink=True))
 WANTS = tuple(_wants())
 
 
@@ -128,7 +132,7 @@ def test_batch_invariance() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("what", [CAUSAL, Math(window=200, sink=True)], ids=["causal", "window"])
+@pytest.mark.parametrize("what", GRAPH, ids=["causal", "window"])
 def test_one_graph_replays_every_plan_within_the_limits(what: Math) -> None:
     """The graph is captured with one batch and replayed with other lengths and batch sizes."""
     limits = fa.Limits(max_requests=16, max_q_tokens=300, max_kv_len=6000, max_pages=2000)

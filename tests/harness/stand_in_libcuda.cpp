@@ -184,7 +184,8 @@ int cuModuleLoadData(Module** module, const void* image) {
   RECORD(place());
   if (current() == nullptr) return kInvalidContext;
   if (captures_elsewhere && mode != kRelaxed) return kCaptureUnsupported;
-  // The header of a fat binary: magic, version, bytes of the header, bytes of what follows.
+  // A cubin, whose section headers are at its end, or the header of a fat binary: magic, version,
+  // bytes of the header, bytes of what follows.
   const char* const bytes = static_cast<const char*>(image);
   uint32_t magic;
   uint16_t header;
@@ -192,7 +193,15 @@ int cuModuleLoadData(Module** module, const void* image) {
   memcpy(&magic, bytes, 4);
   memcpy(&header, bytes + 6, 2);
   memcpy(&size, bytes + 8, 8);
-  if (magic != kFatBinary) return kInvalidImage;
+  if (memcmp(bytes, "\177ELF", 4) == 0) {
+    uint16_t each, count;
+    memcpy(&size, bytes + 40, 8);
+    memcpy(&each, bytes + 58, 2);
+    memcpy(&count, bytes + 60, 2);
+    size += each * count, header = 0;
+  } else if (magic != kFatBinary) {
+    return kInvalidImage;
+  }
   const std::string content(bytes, header + size);
   const size_t elf = content.find("\177ELF");
   uint16_t machine = 0;
