@@ -130,9 +130,14 @@ class _Terms:
         return self._emit(f"ops::{op}({total}, {term})", [total, term])
 
     def _split(self, i: int, negative: bool) -> Iterator[tuple[int, bool]]:
-        """The terms of a sum, and whether each is subtracted."""
+        """The terms of a sum, and whether each is subtracted.
+
+        A sum without the score is one term, added up as it is written: its terms may be large and
+        cancel.
+        """
         node = self._graph.nodes[i]
-        if node.op in ("add", "sub") and node.dtype == "float32" and not node.shape:
+        scored = self._block.scored(self._values[i][0])
+        if scored and node.op in ("add", "sub") and node.dtype == "float32" and not node.shape:
             left, right = node.args
             yield from self._split(left, negative)
             yield from self._split(right, negative != (node.op == "sub"))
@@ -159,7 +164,7 @@ class _Terms:
         if node.op == "mul":
             x, y = sorted(map(self._value, node.args), key=block.level_of)
             if block.level_of(x) < block.level_of(y):
-                x = self._emit(f"ops::mul({x}, {self._inverse})", [x, self._inverse])
+                x = self._emit(f"ops::scaled({x}, {self._inverse})", [x, self._inverse])
                 return self._emit(f"ops::mul({x}, {y})", [x, y])
         return self._emit(f"ops::mul({name}, {self._inverse})", [name, self._inverse])
 
@@ -194,12 +199,17 @@ class _Terms:
         distance = self._distance(node.args[0]) if node.op == "cast" else None
         if distance is None:
             return None
-        factors += [self._inverse] if self._inverse else []
         product = factors[0] if factors else "1.0f"
         for factor in factors[1:]:
-            product = self._emit(f"ops::mul({product}, {factor})", [product, factor])
+            product = self._emit(f"ops::scaled({product}, {factor})", [product, factor])
         if negative:
             product = self._emit(f"ops::neg({product})", [product])
+        if factors:
+            product = self._emit(f"ops::slope({product})", [product])
+        if self._inverse:
+            product = self._emit(
+                f"ops::scaled({product}, {self._inverse})", [product, self._inverse]
+            )
         return product, distance, i
 
     def _line_value(self, factor: str, distance: Distance, cast: int) -> str:

@@ -16,6 +16,10 @@ STEP = 2.0**-19
 """A slope for which the rounding of a distance of 2^30 is small."""
 
 SLOPES = torch.tensor([0.25, -0.5])
+HIDDEN = (torch.arange(400) % 3 == 0).float()
+TIMES = 1e6 + torch.arange(400) / 8  # exact in fp32, as are their differences
+LARGE = torch.tensor([1e38, 3e38])
+LEAST = torch.finfo(torch.float32).min
 
 HOOKS: dict[str, Callable[..., Any]] = {
     "ALiBi": lambda s, b, h, i, j: s + SLOPES[h] * (j - i),
@@ -29,11 +33,15 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "an infinite row": lambda s, b, h, i, j: (
         s + 0.25 * (j - i) - torch.where(i % 3 > 0, 0, torch.inf)
     ),
+    "a penalty": lambda s, b, h, i, j: s + HIDDEN[j] * LEAST,
+    "a penalty of rows": lambda s, b, h, i, j: s - LARGE[h] * (HIDDEN[j] != HIDDEN[i]).float(),
+    "a penalty by distance": lambda s, b, h, i, j: s - LARGE[h] * abs(i - j),
+    "large terms that cancel": lambda s, b, h, i, j: s + (TIMES[j] - TIMES[i]),
     "a hidden key": lambda s, b, h, i, j: torch.where(j % 5 > 0, s, -torch.inf) - 0.25 * abs(j - i),
 }
 
 
-def near(variant: Any, q_len: int, kv_len: int, **options: Any) -> None:
+def near(variant: Any, q_len: int, kv_len: int, *, lse_atol: float = 1e-2, **options: Any) -> None:
     """The kernel of an emulated target, against the reference in fp64."""
     generator = torch.Generator().manual_seed(q_len)
     q, k, v = (torch.randn(1, 2, n, 64, generator=generator) for n in (q_len, kv_len, kv_len))
@@ -44,7 +52,15 @@ def near(variant: Any, q_len: int, kv_len: int, **options: Any) -> None:
         q.double(), k.double(), v.double(), return_lse=True, **options
     )
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(lse.double(), wanted.double(), atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(lse.double(), wanted.double(), atol=lse_atol, rtol=1e-3)
+
+
+@pytest.mark.parametrize("slope", [64.0, 2.0**20])
+def test_steep_lines(slope: float) -> None:
+    """The weights are exact to 2^-17 of the slope, and finite."""
+    near(
+        lambda s, b, h, i, j: s - abs(i - j) * slope, 20, 391, q_offset=130, lse_atol=slope / 2**15
+    )
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -68,3 +84,31 @@ def test_distances_that_are_rounded(symmetric: bool, q_offset: int) -> None:
 def test_distances_that_leave_int32() -> None:
     """Twice the distance wraps inside of a tile, to -2^31 where i <= j."""
     near(lambda s, b, h, i, j: s + ((j - i) + (j - i)) * 2.0**-30, 20, 330, q_offset=-(2**30))
+
+
+def test_another_request_of_a_cascade_does_not_change_a_bit() -> None:
+    """Requests that share keys share tiles: the other one's positions decide which are full."""
+    page, shared, rows = 16, 128, 24
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2 * rows, 2, 64, generator=generator).bfloat16()
+    k, v = (torch.randn(10, page, 2, 64, generator=generator).bfloat16() for _ in range(2))
+    variant = fa.variant(score_mod=HOOKS["ALiBi"], mask_mod=lambda b, h, i, j: j <= i)
+    cascade = fa.CascadeAttention(
+        variant, num_q_heads=2, num_kv_heads=2, head_dim=64, q_dtype=torch.bfloat16,
+        batch_invariant=True, target="emulated:sm_80",
+    )  # fmt: skip
+    whole = fa.Paged(torch.tensor([0, 8]), torch.arange(8).int(), torch.tensor([page]), page)
+    own = fa.Paged(
+        torch.tensor([0, 1, 2]), torch.tensor([8, 9]).int(), torch.tensor([page] * 2), page
+    )
+    levels = [
+        fa.CascadeLevel(torch.tensor([0, 2 * rows]), whole),
+        fa.CascadeLevel(torch.tensor([0, rows, 2 * rows]), own),
+    ]
+    results = []
+    for other in (300, 40, shared):
+        cascade.plan(levels, q_offset=torch.tensor([300, other]))
+        out, lse = cascade.run(q, k, v, return_lse=True)
+        results.append((out[:rows], lse[:rows]))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])

@@ -32,6 +32,11 @@ struct KvRun {
   FAJIT_DEV bool valid() const { return begin < end; }
 };
 
+// Whether kernels use the lines of hooks. A pair is rounded differently in tiles that do: so not
+// where other requests decide how a tile is handled. Key lists have no adjacent keys.
+template <class Config, class Hooks>
+inline constexpr bool kHasLines = Hooks::kLine && !Config::kSparse && !Config::kMixedRows;
+
 // Whether key_factor * k + query_factor * q + constant is an int32 for all pairs of a box; kFolded:
 // and is nowhere negative or nowhere positive, so that its absolute value is linear too.
 template <bool kFolded>
@@ -155,7 +160,7 @@ class KvWalk {
         state = classify_listed(rows, k0, k1);
       } else {
         state = classify(rows, k0, k1);
-        if constexpr (Hooks::kLine)
+        if constexpr (kHasLines<Config, Hooks>)
           line = Hooks::is_line(Interval{k0, k1 - 1}, Interval{rows.q_first, rows.q_last});
       }
     }

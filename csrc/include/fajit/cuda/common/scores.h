@@ -69,9 +69,9 @@ FAJIT_DEV int32_t key_position(const KvTile& tile, [[maybe_unused]] uint32_t lis
   return tile.begin + r;
 }
 
-// Whether part of the scores of a tile is a line per row: `Hooks::line`.
+// Whether part of the scores of a full tile is a line per row: `Hooks::line`.
 template <bool kMasked, class Config, class Hooks>
-inline constexpr bool kByLine = !kMasked && Hooks::kLine && !Config::kSparse;
+inline constexpr bool kByLine = !kMasked && kHasLines<Config, Hooks>;
 
 // Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
 // kMasked the tile is full: no mask code and no bounds check. The scores of row i lack at_first[i],

@@ -32,7 +32,24 @@ FAJIT_FN int32_t fmod(int32_t a, const Divisor& d) {
   return d.value != 0 ? int32_t(m) : 0;
 }
 
-// --- signs ---------------------------------------------------------------------------------------
+// --- terms of scores -----------------------------------------------------------------------------
+
+// x * factor; the greatest number instead of infinity where both are finite, so that 0 times the
+// result is 0: a penalty like finfo.min, of keys that a mask tensor does not select.
+FAJIT_FN float scaled(float x, float factor) {
+  const float product = x * factor, most = as_float(0x7f7fffff);
+  const bool exceeds = __builtin_fabsf(product) > most && __builtin_fabsf(x) <= most &&
+                       __builtin_fabsf(factor) <= most;
+  return exceeds ? __builtin_copysignf(most, product) : product;
+}
+
+// The factor of a distance, at most 2^20 unless it is infinite. Where a tile has up to 128 keys, the
+// rounding of the term at its first key is then at most 2^4 at all others: without the bound weights
+// would be infinite. Beyond it the nearest keys have all the weight in any case.
+FAJIT_FN float slope(float x) {
+  const float size = __builtin_fabsf(x), most = 0x1p20f;
+  return size > most && size <= as_float(0x7f7fffff) ? __builtin_copysignf(most, x) : x;
+}
 
 // -x where `by` is negative, else x.
 FAJIT_FN float flipped(float x, int32_t by) { return as_float(as_int(x) ^ (by & INT32_MIN)); }
