@@ -151,7 +151,7 @@ def rows_of_tests(machine: Machine, clock: Clock) -> Iterator[Row]:
     environment = (
         dict(os.environ) if machine.full else {**os.environ, VARIABLE: machine.target or ""}
     )
-    limit = min(_TESTS_S, max(clock.left() - _ENDING_S, 1.0))
+    limit = min(machine.pick(_TESTS_S, 900), max(clock.left() - _ENDING_S, 1.0))
     with tempfile.TemporaryFile("w+") as output:
         # A session of its own: the children of a test that hangs are ended with it.
         started = subprocess.Popen(

@@ -153,7 +153,17 @@ those that run in other processes."""
 def test_each_call_runs_in_the_emulator(name, folder, tmp_path, monkeypatch, capsys):
     tried = rotation.some(list(smoke.SMOKE), 3)
     monkeypatch.setattr(checks, "SMOKE", {n: smoke.SMOKE[n] for n in tried})
-    given = [name, str(folder), "--pairs", "2", "--out", str(tmp_path), "--dry-run"]
+    given = [
+        name,
+        str(folder),
+        "--pairs",
+        "2",
+        "--out",
+        str(tmp_path),
+        "--dry-run",
+        "--limit",
+        "inf",
+    ]
     with Tracer() as traced:
         status = command.call(name, Emulated(), command.arguments(given))
     shown = capsys.readouterr().out

@@ -127,7 +127,7 @@ def joined(node: Node) -> str:
 
 
 Divide = Callable[[Node, list[str]], tuple[Node, list[str]]]
-"""Replaces a division by a cheaper operation where its operands allow it; see `pair`."""
+"""Replaces a division by a cheaper operation where its operands allow it; see `block`."""
 
 
 class Loop:
