@@ -238,7 +238,7 @@ METRICS = {
 }
 
 
-_TOOLS = ("ncu", "/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/2025.3.1/ncu")
+_TOOLS = ("ncu", "/usr/local/cuda/bin/ncu")
 
 
 def profiled_call(machine: Machine, name: str) -> None:

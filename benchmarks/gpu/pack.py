@@ -7,7 +7,6 @@ on classes of sizes alone. The folder has a cache of its own, so it holds nothin
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import lzma
 import os
@@ -22,7 +21,7 @@ import flashattn_jit as fa
 from benchmarks.gpu import rates
 from benchmarks.gpu.memory import VARIABLE
 from benchmarks.parts.measure import ROOT, commit, versions
-from flashattn_jit import env
+from flashattn_jit.jit.cache.entry import sources_digest
 
 KERNELS, ABOUT = "kernels.pack.xz", "about.json"
 TARGET = "sm_90"
@@ -64,12 +63,8 @@ def _fill(folder: Path, made: dict[str, object], dry_run: Callable[[], int], tes
 
 
 def sources() -> str:
-    """A digest of what kernels are made from: headers and templates."""
-    digest = hashlib.sha256()
-    for root in (env.include_dir(), env.templates_dir()):
-        for path in sorted(p for p in root.rglob("*") if p.is_file()):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """A digest of what attention kernels are made from: templates, headers and the generator."""
+    return sources_digest("cuda/attention.cu.j2")
 
 
 def _write(folder: Path, made: dict[str, object]) -> None:
@@ -86,7 +81,7 @@ def used(folder: Path) -> Iterator[None]:
         raise SystemExit(f"benchmarks.gpu: {folder} holds no {KERNELS}; make it with "
                          f"`python -m benchmarks.gpu pack {folder}`")  # fmt: skip
     if about(folder)["sources"] != sources():
-        raise SystemExit(f"benchmarks.gpu: {folder} was made from other headers or templates; make "
+        raise SystemExit(f"benchmarks.gpu: {folder} was made from other sources; make "
                          "it anew")  # fmt: skip
     with tempfile.TemporaryDirectory() as work:
         os.environ["FLASHATTN_JIT_CACHE_DIR"] = str(Path(work) / "cache")

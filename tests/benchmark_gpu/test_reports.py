@@ -80,7 +80,7 @@ def test_a_pack_is_where_kernels_are_taken_from(tmp_path, monkeypatch):
         assert Path(os.environ["FLASHATTN_JIT_CACHE_PATH"]).read_bytes() == b"kernels"
         assert os.environ["FLASHATTN_JIT_COMPILE"] == "never"
     about.write_text(json.dumps({"sources": "others"}))
-    with pytest.raises(SystemExit, match="other headers"), pack.used(tmp_path):
+    with pytest.raises(SystemExit, match="other sources"), pack.used(tmp_path):
         pass
 
 

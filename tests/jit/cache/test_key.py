@@ -73,7 +73,10 @@ def test_an_edit_of_what_is_not_reached_does_not(sources: Path, name: str) -> No
 GENERATOR = {
     *(f"codegen/{name}.py" for name in ("budget", "render", "spec", "targets")),
     "variants/ir/ir.py",
-    *(f"variants/lower/{name}.py" for name in ("hooks", "expressions", "pair", "row")),
+    *(
+        f"variants/lower/{name}.py"
+        for name in ("block", "expressions", "hooks", "pair", "row", "score")
+    ),
 }
 
 

@@ -43,9 +43,9 @@ FAJIT_FN float scaled(float x, float factor) {
   return exceeds ? __builtin_copysignf(most, product) : product;
 }
 
-// The factor of a distance, at most 2^20 unless it is infinite. Where a tile has up to 128 keys, the
-// rounding of the term at its first key is then at most 2^4 at all others: without the bound weights
-// would be infinite. Beyond it the nearest keys have all the weight in any case.
+// The factor of a distance, at most 2^20 unless it is infinite. Where a tile has up to 128 keys,
+// the rounding of the term at its first key is then at most 2^4 at all others: without the bound
+// weights would be infinite. Beyond it the nearest keys have all the weight in any case.
 FAJIT_FN float slope(float x) {
   const float size = __builtin_fabsf(x), most = 0x1p20f;
   return size > most && size <= as_float(0x7f7fffff) ? __builtin_copysignf(most, x) : x;
