@@ -46,7 +46,7 @@ PUBLISHED = {
     (256, False): (275, 313, 321, 323, 324, 326),
     (256, True): (208, 251, 278, 293, 297, 298),
 }
-_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 _PEER_TILES = {64: (128, 128), 128: (128, 64), 256: (64, 64)}  # rows and keys; 4 warps
 _VARIANTS: dict[str, Variant] = {
     "plain": fa.Full(),
@@ -116,7 +116,7 @@ def peers(folder: Path, device: Device) -> Iterator[Peer]:
                 round(model.flops_per_s(cost) * device.num_sms / 1e12, 1),
                 tuple(
                     round(call_tflops(model, device, tile, (n, head_dim, causal), False), 1)
-                    for n in _LENGTHS
+                    for n in LENGTHS
                 ),
             )  # fmt: skip
 
@@ -144,7 +144,7 @@ def read_peers() -> list[Peer]:
 
 def compare(found: list[Peer]) -> str:
     """The table of predictions beside the published figures."""
-    header = ["head_dim", "mask", *map(str, _LENGTHS), "predicted / published"]
+    header = ["head_dim", "mask", *map(str, LENGTHS), "predicted / published"]
     rows = []
     for peer in sorted(found, key=lambda p: (p.head_dim, p.causal)):
         published = PUBLISHED[peer.head_dim, peer.causal]
@@ -191,7 +191,7 @@ def own(device: Device, found: list[Peer]) -> Iterator[Own]:
                 tile = spec.tile_q, spec.tile_kv
                 call = tuple(
                     round(call_tflops(code.model, device, tile, (n, head_dim, causal), True), 1)
-                    for n in _LENGTHS
+                    for n in LENGTHS
                 )
             if call and name in ("plain", "causal"):
                 ratio = round(call[-1] / peer[head_dim, causal].call_tflops[-1], 3)

@@ -9,7 +9,7 @@ FOLDER is the pack. The last three take their kernels from it and compile none; 
 alone, writes results/<device>-<command>-<date>.json (--out) and prints a table last. A measurement
 that fails is a row, and the others follow; those that would begin after --limit seconds are left
 out and listed. Without a CUDA device they say so and exit with status 2. With --dry-run they run in
-the emulator, with small sizes: every line of these scripts is executed, and the times mean nothing.
+the emulator, with small sizes and fewer cases; the times mean nothing.
 """
 
 from __future__ import annotations

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 
 from benchmarks.parts.measure import RESULTS
+from benchmarks.sass import LENGTHS, read_peers
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import default
 from flashattn_jit.planner.tiles import build_request
-
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-"""Of the predictions that benchmarks.sass saves: 16384 tokens, hidden size 2048."""
 
 _KERNEL = "fajit_attention_kernel"
 
@@ -48,6 +46,5 @@ def predicted_tflops(variant: str, head_dim: int, length: int) -> float | None:
 
 def predicted_peer_tflops(head_dim: int, causal: bool, length: int) -> float:
     """The same for FlashAttention 2's kernels."""
-    rows = json.loads((RESULTS / "machine-code-flash-attention-2.json").read_text())
-    found = next(r for r in rows if (r["head_dim"], r["causal"]) == (head_dim, causal))
-    return float(found["call_tflops"][LENGTHS.index(length)])
+    found = next(p for p in read_peers() if (p.head_dim, p.causal) == (head_dim, causal))
+    return found.call_tflops[LENGTHS.index(length)]

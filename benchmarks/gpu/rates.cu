@@ -15,40 +15,35 @@ __device__ void finish(float* out, long long begin, float result) {
   out[2 * thread_of_grid() + 1] = result;
 }
 
-}  // namespace
-
-extern "C" __global__ void repeat_fma(float* out, const float* data, long long count) {
+// Repeats one instruction on numbers.
+template <class Step> __device__ void repeat(float* out, const float* data, int count, Step step) {
   float x[kChains];
-  const float a = data[0], b = data[1];
 #pragma unroll
   for (int j = 0; j < kChains; ++j) x[j] = data[j];
-  const int repeats = static_cast<int>(count);
   const long long begin = clock64();
 #pragma unroll 16
-  for (int i = 0; i < repeats; ++i)
+  for (int i = 0; i < count; ++i)
 #pragma unroll
-    for (int j = 0; j < kChains; ++j)
-      asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(x[j]) : "f"(a), "f"(b));
+    for (int j = 0; j < kChains; ++j) step(x[j]);
   float sum = 0;
 #pragma unroll
   for (int j = 0; j < kChains; ++j) sum += x[j];
   finish(out, begin, sum);
 }
 
+}  // namespace
+
+extern "C" __global__ void repeat_fma(float* out, const float* data, long long count) {
+  const float a = data[0], b = data[1];
+  repeat(out, data, static_cast<int>(count), [a, b](float& x) {
+    asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(x) : "f"(a), "f"(b));
+  });
+}
+
 extern "C" __global__ void repeat_exp(float* out, const float* data, long long count) {
-  float x[kChains];
-#pragma unroll
-  for (int j = 0; j < kChains; ++j) x[j] = data[j];
-  const int repeats = static_cast<int>(count);
-  const long long begin = clock64();
-#pragma unroll 16
-  for (int i = 0; i < repeats; ++i)
-#pragma unroll
-    for (int j = 0; j < kChains; ++j) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x[j]));
-  float sum = 0;
-#pragma unroll
-  for (int j = 0; j < kChains; ++j) sum += x[j];
-  finish(out, begin, sum);
+  repeat(out, data, static_cast<int>(count), [](float& x) {
+    asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  });
 }
 
 extern "C" __global__ void repeat_mma(float* out, const float* data, long long count) {

@@ -16,7 +16,7 @@ namespace fajit::cuda {
 
 struct KvTile {
   int32_t begin, end;  // positions of the item; none when begin >= end
-  bool full;           // every pair is kept, and hooks are lines: no mask and no bounds check
+  bool full;           // every pair is kept, and lines of hooks hold: no mask, no bounds check
   FAJIT_DEV bool valid() const { return begin < end; }
 };
 
