@@ -22,6 +22,7 @@ from benchmarks.gpu.sections import Measurement
 from benchmarks.gpu.smoke import SMOKE
 from benchmarks.parts.measure import ROOT, Row, time_row
 from flashattn_jit import _C
+from flashattn_jit.codegen.targets import is_cuda
 from flashattn_jit.jit.module import default
 from flashattn_jit.ops.device.cuda import LaunchTensors, launch_values
 from flashattn_jit.ops.launching.launches import _launches
@@ -116,7 +117,7 @@ def launch_rows(machine: Machine, rounds: int) -> Iterator[Row]:
 
 def module_rows(machine: Machine, count: int) -> Iterator[Row]:
     """Time and memory of loading copies of one artifact."""
-    loaded = next(iter(default.loaded())).module
+    loaded = next(loaded.module for loaded in default.loaded() if is_cuda(loaded.request.target))
     with tempfile.TemporaryDirectory() as folder:
         free, resident, begin = machine.free_bytes(), _resident_bytes(), time.perf_counter()
         kept = []

@@ -216,13 +216,14 @@ def test_two_collectors_at_once_remove_an_entry_once(
 
 
 def test_leftovers_go_when_they_are_old(store: Store) -> None:
+    now = time.time()  # NOW, when this file was imported, may be half an hour ago
     ages = {".staging": 1, ".evicted": 1, ".quarantine": 24 * 7, ".failed": 24 * 30}
     for place, hours in ages.items():
         for name, age in (("old", hours + 1), ("new", hours - 0.5)):
             folder = store.base / place / name
             store.make_folder(folder)
             folder.joinpath("x").write_text("12345")
-            os.utime(folder, (NOW, NOW - age * 3600))
+            os.utime(folder, (now, now - age * 3600))
     assert collect(store, 1 << 40).leftover_bytes == 5 * len(ages)
     for place in ages:
         assert [path.name for path in store.base.joinpath(place).iterdir()] == ["new"]
