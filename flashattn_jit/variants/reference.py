@@ -263,11 +263,18 @@ class _Run:
         else:
             score = torch.where(kept, score, -math.inf)
             lse = score.logsumexp(-1) if kv_len else score.new_full(score.shape[:2], -math.inf)
+            # Relative to the largest score, not to lse: beyond 1e16 that cannot hold the log of a
+            # sum, and weights would not add up to 1. A row without keys has weights of 0, not NaN.
+            top = score.detach().amax(-1) if kv_len else lse
+            base = torch.where(top == -math.inf, 0.0, top)
+            weights = torch.exp(score - base[..., None])
+            total = weights.sum(-1)
             if "sink" in hooks and not self._partial:
                 sink = self._call(lambda h: hooks["sink"](request, h), heads)
-                lse = torch.logaddexp(lse, sink.to(lse.dtype).expand(len(heads))[:, None])
-            # A row without keys has lse -inf, and weights 0 rather than NaN.
-            weights = torch.exp(score - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+                sink = sink.to(lse.dtype).expand(len(heads))[:, None]
+                lse = torch.logaddexp(lse, sink)
+                total = total + torch.exp(sink - base)
+            weights = weights / torch.where(total == 0, 1.0, total)[..., None]
         out = weights.to(self._dtype) @ v.to(self._dtype)
         # 6. output_mod
         if "output_mod" in hooks and not self._partial and out.numel():

@@ -12,7 +12,13 @@ namespace fajit::cuda {
 // The base is raised to the row's maximum only when that exceeds it by more than kSlack in base-2
 // units: weights up to 2^8 are as exact as weights up to 1, and after the first tiles the
 // accumulators are hardly ever rescaled, which costs a multiplication for each of them.
-template <int kM>
+//
+// A weight is 2^(s * exponent - base * exponent), where the product with the base is rounded. From
+// `Units::far` on, 2^16 in base-2 units, that error exceeds 2^-9 of a weight, and from 2^30 on
+// weights may overflow.
+// kFar: there the base is subtracted from the scores before, in the branch that rescales. Kernels
+// with a score_mod do so: it may return scores like -1e9, of keys to hide.
+template <int kM, bool kFar>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.0f;
   float top[2 * kM], sum[2 * kM];
@@ -29,16 +35,21 @@ struct OnlineSoftmax {
   // kShifted: the scores of row i lack shift[i], which differs between the lanes of a row.
   template <bool kShifted, int kN, int kD>
   FAJIT_DEV void step(float (&s)[kM][kN][4], const float (&shift)[2 * kM], float (&o)[kM][kD][4],
-                      float exponent) {
+                      const Units& units) {
+    static_assert(kFar || !kShifted, "shifts are terms of a score_mod");
     float best[2 * kM];
-    if (raise<kShifted>(s, shift, best, exponent)) rescale(best, o, exponent);
-    weigh<kShifted>(s, shift, exponent);
+    if (raise<kShifted>(s, shift, best, units)) {
+      rescale(best, o, units);
+      if constexpr (kFar) subtract_far<kShifted>(s, shift, units);
+    }
+    weigh<kShifted>(s, shift, units);
   }
 
-  // The base of each row after these scores; whether that of one of the warp's rows changes.
+  // The base of each row after these scores; whether that of one of the warp's rows changes or is
+  // far.
   template <bool kShifted, int kN>
   FAJIT_DEV bool raise(const float (&s)[kM][kN][4], [[maybe_unused]] const float (&shift)[2 * kM],
-                       float (&best)[2 * kM], float exponent) const {
+                       float (&best)[2 * kM], const Units& units) const {
     bool moves = false;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
@@ -51,21 +62,21 @@ struct OnlineSoftmax {
       best[i] = ptx::quad_max(best[i]);
       // At the first key of a row the difference to -inf is infinite. Without a key it is NaN:
       // false.
-      const bool grown = (best[i] - top[i]) * exponent > kSlack;
+      const bool grown = (best[i] - top[i]) * units.exponent > kSlack;
       if (!grown) best[i] = top[i];
-      moves = moves || grown;
+      moves = moves || grown || (kFar && is_far(best[i], units));
     }
     return __any_sync(ptx::kAllLanes, moves);
   }
 
   // Changes the bases, and the sums and accumulators with them.
   template <int kD>
-  FAJIT_DEV void rescale(const float (&best)[2 * kM], float (&o)[kM][kD][4], float exponent) {
+  FAJIT_DEV void rescale(const float (&best)[2 * kM], float (&o)[kM][kD][4], const Units& units) {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int m = i / 2, first = i % 2 * 2;
       const float rescale =
-          best[i] == top[i] ? 1.0f : ptx::exp2_approx((top[i] - best[i]) * exponent);
+          best[i] == top[i] ? 1.0f : ptx::exp2_approx((top[i] - best[i]) * units.exponent);
       top[i] = best[i];
       sum[i] *= rescale;
 #pragma unroll
@@ -76,24 +87,43 @@ struct OnlineSoftmax {
     }
   }
 
+  // Makes the scores of rows whose base is far relative to it. A row without a key so far, whose
+  // base is -inf, has scores of -inf.
+  template <bool kShifted, int kN>
+  FAJIT_DEV void subtract_far(float (&s)[kM][kN][4], [[maybe_unused]] const float (&shift)[2 * kM],
+                              const Units& units) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      if (!is_far(top[i], units)) continue;
+      const float base = top[i] == -FAJIT_INF ? 0.0f : top[i];  // -inf - -inf would be NaN
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int j = i % 2 * 2; j < i % 2 * 2 + 2; ++j) {
+          float& x = s[i / 2][n][j];
+          if constexpr (kShifted) x += shift[i];
+          x -= base;
+        }
+      }
+    }
+  }
+
   // Turns scores into weights and adds them to the sums.
   template <bool kShifted, int kN>
   FAJIT_DEV void weigh(float (&s)[kM][kN][4], [[maybe_unused]] const float (&shift)[2 * kM],
-                       float exponent) {
+                       const Units& units) {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int m = i / 2, first = i % 2 * 2;
-      // A row without a key so far: any finite base makes its weights 0; an infinite one does so
-      // for a shift of -inf too.
-      float base = top[i] == -FAJIT_INF ? 0.0f : top[i] * exponent;
-      if constexpr (kShifted)
-        base = top[i] == -FAJIT_INF ? FAJIT_INF : (top[i] - shift[i]) * exponent;
+      // A row without a key so far: any finite base makes its weights 0.
+      const bool none = kFar ? is_far(top[i], units) : top[i] == -FAJIT_INF;
+      const float base = none ? 0.0f : (kShifted ? top[i] - shift[i] : top[i]) * units.exponent;
       float total = 0.0f;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int j = first; j < first + 2; ++j) {
-          s[m][n][j] = ptx::exp2_approx(fmaf(s[m][n][j], exponent, -base));
+          s[m][n][j] = ptx::exp2_approx(fmaf(s[m][n][j], units.exponent, -base));
           total += s[m][n][j];
         }
       }
@@ -106,6 +136,15 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) sum[i] = ptx::quad_sum(sum[i]);
   }
+
+  // The base of a row in base-2 units. kFar: finite if the row has a key; beyond 2^127 it is that.
+  FAJIT_DEV float top2(int i, const Units& units) const {
+    const float value = top[i] * units.exponent;
+    return kFar ? fminf(fmaxf(value, -0x1p127f), 0x1p127f) : value;
+  }
+
+ private:
+  static FAJIT_DEV bool is_far(float top, const Units& units) { return fabsf(top) >= units.far; }
 };
 
 }  // namespace fajit::cuda

@@ -18,7 +18,9 @@ constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 //                            gives multiples of its own unit: (sign of scale, 1, unit log2 e)
 //   other hooks              pointwise functions and C++ texts see natural units:
 //                            (1, scale, log2 e)
-struct Units { float query, score, exponent; };
+//
+// far: see OnlineSoftmax.
+struct Units { float query, score, exponent, far; };
 
 // The factor of an exponent is not 0, for -inf times 0 is NaN. Smaller units count as this one.
 constexpr float kLeastUnit = 0x1p-100f;
@@ -31,15 +33,19 @@ FAJIT_FN float result_unit(float factor) {
 // The natural value of a score of 1 before the scale, whose sign goes to Q.
 FAJIT_FN float score_unit(float scale) { return scale == 0.0f ? 1.0f : result_unit(scale); }
 
+FAJIT_FN Units units_with(float query, float score, float exponent) {
+  return {query, score, exponent, __builtin_fminf(0x1p16f / exponent, 0x1p127f)};
+}
+
 // c: with the hooks' uniforms.
 template <class Hooks>
 FAJIT_FN Units units_of(float scale, const Context& c) {
   const bool folded = Hooks::kRaw || !(Hooks::kScore || Hooks::kPointwise);
-  if (!folded) return {1.0f, scale, kLog2e};
+  if (!folded) return units_with(1.0f, scale, kLog2e);
   float unit = score_unit(scale);
   if constexpr (Hooks::kRaw) unit = Hooks::unit(c);
   const float sign = scale > 0.0f ? 1.0f : scale < 0.0f ? -1.0f : scale;
-  return {sign, 1.0f, unit * kLog2e};
+  return units_with(sign, 1.0f, unit * kLog2e);
 }
 
 }  // namespace fajit::cuda

@@ -38,6 +38,7 @@ class FewRow {
   static constexpr int kN = kKeys / 8;
   static constexpr int kD = Config::kDimV / 8;
   static constexpr int kStages = Config::kStages;
+  using Softmax = OnlineSoftmax<1, Hooks::kScore>;
   using Keys = KeyRows<Config, !Config::kSparse && !Config::kBlockMask>;
   using Walk = KvWalk<Config, Hooks, kKeys, Config::kTileKv>;
   static_assert(Config::kTileQ == 16, "one block of 16 rows");
@@ -85,7 +86,7 @@ class FewRow {
 
   FAJIT_DEV void run(const ItemFeed& feed) {
     const ThreadRows<Config, Hooks, 1> rows(c_, a_, item_);
-    OnlineSoftmax<1> softmax;
+    Softmax softmax;
     float o[1][kD][4];
 #pragma unroll
     for (int d = 0; d < kD; ++d) o[0][d][0] = o[0][d][1] = o[0][d][2] = o[0][d][3] = 0.0f;
@@ -132,7 +133,7 @@ class FewRow {
                                          listed);
       }
       if constexpr (!Hooks::kPointwise)
-        softmax.template step<kByLine<false, Config, Hooks>>(s, shift, o, units_.exponent);
+        softmax.template step<kByLine<false, Config, Hooks>>(s, shift, o, units_);
       multiply_values<Element, VLayout>(o, s, ptx::shared_address(k + kKBytes));
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) tiles[i] = tiles[i + 1];
@@ -213,7 +214,7 @@ class FewRow {
   FAJIT_DEV float* tops() const { return states_ + kWarps * 16 * kOutPitch; }
   FAJIT_DEV float* sums() const { return tops() + kWarps * 16; }
 
-  FAJIT_DEV void share_states(const OnlineSoftmax<1>& softmax, const float (&o)[1][kD][4]) {
+  FAJIT_DEV void share_states(const Softmax& softmax, const float (&o)[1][kD][4]) {
     __syncthreads();  // all warps have finished with their rings
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -224,7 +225,7 @@ class FewRow {
       for (int d = 0; d < kD; ++d)
         *reinterpret_cast<float2*>(to + d * 8) = float2{o[0][d][i * 2], o[0][d][i * 2 + 1]};
       if (lane_ % 4 == 0) {
-        tops()[warp_ * 16 + row] = softmax.top[i] * units_.exponent;
+        tops()[warp_ * 16 + row] = softmax.top2(i, units_);
         sums()[warp_ * 16 + row] = softmax.sum[i];
       }
     }

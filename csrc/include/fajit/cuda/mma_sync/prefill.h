@@ -49,6 +49,7 @@ class Prefill {
   static constexpr int kD = Config::kDimV / 8;                // blocks of 8 dims of V
   static constexpr int kLoadRows = Config::kTileKv / kWarps;  // keys that a warp loads
   static constexpr int kStages = Config::kStages;
+  using Softmax = OnlineSoftmax<kM, Hooks::kScore>;
   static_assert(kStages == 1 || kStages == 2, "a turn loads one tile ahead");
   static_assert(kWarpRows == 16 || kWarpRows == 32, "a lane holds one packed row of its warp");
   static_assert(Config::kTileKv % 16 == 0 && Config::kTileKv % kWarps == 0 && kLoadRows <= 32,
@@ -97,7 +98,7 @@ class Prefill {
   // predicted clocks (plain attention, head_dim 64, sm_90, nvcc 13.0).
   FAJIT_DEV void run(const ItemFeed&) {
     const ThreadRows<Config, Hooks, kM> rows(c_, a_, item_);
-    OnlineSoftmax<kM> softmax;
+    Softmax softmax;
     float o[kM][kD][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -195,7 +196,7 @@ class Prefill {
   // Runs of full tiles and runs of partial ones have a loop each, whose body has no branch on the
   // tile's state and keeps nothing of the walk in registers.
   template <class Rows>
-  FAJIT_DEV void run_tiles(const Walk& walk, const Rows& rows, OnlineSoftmax<kM>& softmax,
+  FAJIT_DEV void run_tiles(const Walk& walk, const Rows& rows, Softmax& softmax,
                            float (&o)[kM][kD][4]) {
     walk.start_runs();
     KeyLocation kept{};
@@ -221,7 +222,7 @@ class Prefill {
   // tile of the next run at the last one. turn: counts tiles, modulo 2. kept: see kKeepsLocation.
   template <bool kMasked, class Rows>
   FAJIT_DEV void attend(int32_t begin, int& turn, KeyLocation& kept, const Walk& walk,
-                        const Rows& rows, OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
+                        const Rows& rows, Softmax& softmax, float (&o)[kM][kD][4]) {
     bool more;
 #pragma unroll 1
     do {
@@ -252,7 +253,7 @@ class Prefill {
       hook_scores<kMasked, Config, Hooks>(s, shift, c_, rows, units_, item_, kv_h_, tile,
                                           listed(turn));
       if constexpr (!Hooks::kPointwise)
-        softmax.template step<kByLine<kMasked, Config, Hooks>>(s, shift, o, units_.exponent);
+        softmax.template step<kByLine<kMasked, Config, Hooks>>(s, shift, o, units_);
       multiply_values<Element, VLayout>(o, s, ptx::shared_address(v_ + stage * kVBytes));
       turn ^= 1;
       more = has_next(begin, walk);
@@ -299,8 +300,7 @@ class Prefill {
       Config::kAligned && !Hooks::kOutputMod && VLayout::kRowBytes <= QLayout::kRowBytes;
 
   template <class Rows>
-  FAJIT_DEV void write_states(const Rows& rows, const OnlineSoftmax<kM>& softmax,
-                              float (&o)[kM][kD][4]) {
+  FAJIT_DEV void write_states(const Rows& rows, const Softmax& softmax, float (&o)[kM][kD][4]) {
     const StateWriter<Config, Hooks> writer{c_, emit_of(a_, item_.partial)};
     const bool packs = kPacksRows && writer.emit == Emit::kFinal;
     const PackedRow mine = own_row();
@@ -313,8 +313,7 @@ class Prefill {
     }
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      const Normalized n =
-          writer.normalizer(softmax.top[i] * units_.exponent, softmax.sum[i], rows.at(i));
+      const Normalized n = writer.normalizer(softmax.top2(i, units_), softmax.sum[i], rows.at(i));
 #pragma unroll
       for (int d = 0; d < kD; ++d) {
         o[i / 2][d][i % 2 * 2] *= n.factor;
