@@ -1,6 +1,6 @@
 """The kernel cache: look-ups, cold starts of many processes, compiles, warming, packs.
 
-    python -m benchmarks.cache [--save] [--only look-up herd compile warm pack]
+    python -m benchmarks.cache [--save] [--only look-up herd compile cuda warm pack]
 
 Look-ups are timed in a process that has imported the package. A herd is 16 processes that need one
 kernel at once, from a barrier after the import, on an empty cache; one such process is measured in
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from benchmarks.parts.cache_compile import front_end_rows, nvcc_rows
-from benchmarks.parts.cache_deploy import pack_rows, warm_rows
+from benchmarks.parts.cache_deploy import cuda_rows, pack_rows, warm_rows
 from benchmarks.parts.cache_folder import fresh_cache, words_of
 from benchmarks.parts.measure import Row, Run, arguments, median, ratio, report, time_row
 from benchmarks.parts.progress import say, steps
@@ -154,6 +154,7 @@ SECTIONS: Mapping[str, Callable[[argparse.Namespace], list[Row]]] = {
     "look-up": look_up_rows,
     "herd": herd_rows,
     "compile": compile_rows,
+    "cuda": cuda_rows,
     "warm": warm_rows,
     "pack": pack_rows,
 }

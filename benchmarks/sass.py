@@ -199,7 +199,7 @@ def own(device: Device, found: list[Peer]) -> Iterator[Own]:
                 name, head_dim, f"{spec.tile_q} x {spec.tile_kv}, {spec.num_stages} stages",
                 round(len(cost.loop.common) / spec.tile_kv, 2), round(cost.common.cycles, 1),
                 f"{cost.common.binding} {cost.common.pipes[cost.common.binding]:.0%}",
-                round(rate, 1), round(rate / peer[head_dim, False].loop_tflops, 3), call, ratio,
+                round(rate, 1), round(rate / peer[head_dim, causal].loop_tflops, 3), call, ratio,
             )  # fmt: skip
 
 

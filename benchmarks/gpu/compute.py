@@ -22,6 +22,7 @@ from benchmarks.gpu.kernels import (
     last_kernel,
     predicted_peer_tflops,
     predicted_tflops,
+    quotient,
 )
 from benchmarks.gpu.machine import Machine, interleave
 from benchmarks.gpu.sections import Measurement
@@ -54,17 +55,20 @@ def compute(machine: Machine, rounds: int) -> Iterator[Measurement]:
         for causal in (False, True):
             rows = partial(prefill_rows, machine, rounds, shape, causal)
             yield Measurement(f"prefill {shape} {'causal' if causal else 'full'}", 10, rows)
+    profiled = machine.cases(tuple(PROFILED), 1)
     for head_dim in machine.cases((128, 64), 1):
         for name in ("ALiBi", "soft cap", "soft cap, approximate"):
             rows = partial(hook_rows, machine, rounds, head_dim, name)
             yield Measurement(f"{name} D{head_dim}", 40, rows)
-    for name in ("sliding window", "document mask"):
-        yield Measurement(name, 60, partial(mask_rows, machine, rounds, name))
-    for head_dim in machine.cases((128, 64), 1):
         for name in machine.cases(("full", "causal", "soft cap"), 1):
             rows = partial(tile_rows, machine, rounds, head_dim, name)
             yield Measurement(f"tiles of {name} D{head_dim}", 15, rows)
-    for name in machine.cases(tuple(PROFILED), 1):
+        if head_dim == 128:
+            yield Measurement(f"counters of {profiled[0]}", 60,
+                              partial(counter_rows, machine, profiled[0]))  # fmt: skip
+            for name in ("sliding window", "document mask"):
+                yield Measurement(name, 60, partial(mask_rows, machine, rounds, name))
+    for name in profiled[1:]:
         yield Measurement(f"counters of {name}", 60, partial(counter_rows, machine, name))
 
 
@@ -104,11 +108,8 @@ def prefill_rows(
     pairs = pairs_causal(length) if causal else length * length
     name = f"prefill D{head_dim} S{length} {'causal' if causal else 'full'}"
     model = "causal" if causal else "plain"
-    predicted = None
-    if machine.full:
-        predicted = predicted_tflops(model, head_dim, length)
-        if predicted is not None:
-            predicted /= predicted_peer_tflops(head_dim, causal, length)
+    predicted = quotient(predicted_tflops(model, head_dim, length),
+                         predicted_peer_tflops(head_dim, causal, length))  # fmt: skip
     flops = attention_flops(pairs, batch, heads, head_dim)
     yield against(f"{name}: over flash", "flash", 0.95, times, flops, words, predicted)
 
@@ -137,10 +138,7 @@ def hook_rows(machine: Machine, rounds: int, head_dim: int, name: str) -> Iterat
     claim = f"{name} D{head_dim} S{length}"
     yield against(f"{claim}: over FlexAttention", "flex", {128: 0.75, 64: 0.85}[head_dim], times,
                   flops, words)  # fmt: skip
-    predicted = None
-    if machine.full:
-        rates = [predicted_tflops(m, head_dim, length) for m in (model, "plain")]
-        predicted = rates[0] / rates[1] if rates[0] and rates[1] else None
+    predicted = quotient(*(predicted_tflops(m, head_dim, length) for m in (model, "plain")))
     yield against(f"{claim}: over no hook", "plain", None, times, flops, words, predicted)
 
 

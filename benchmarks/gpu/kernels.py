@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from benchmarks.parts.measure import RESULTS
 from benchmarks.sass import LENGTHS, read_peers
@@ -38,13 +39,23 @@ def predicted_tflops(variant: str, head_dim: int, length: int) -> float | None:
 
     Other devices of sm_90 have the same multiprocessors and clocks under load that differ.
     """
-    for row in json.loads((RESULTS / "machine-code-h100.json").read_text()):
-        if (row["variant"], row["head_dim"]) == (variant, head_dim) and row["call_tflops"]:
-            return float(row["call_tflops"][LENGTHS.index(length)])
-    return None
+    saved = json.loads((RESULTS / "machine-code-h100.json").read_text())
+    rates = [
+        r["call_tflops"] for r in saved if (r["variant"], r["head_dim"]) == (variant, head_dim)
+    ]
+    return _at(rates[0] if rates else None, length)
 
 
-def predicted_peer_tflops(head_dim: int, causal: bool, length: int) -> float:
+def predicted_peer_tflops(head_dim: int, causal: bool, length: int) -> float | None:
     """The same for FlashAttention 2's kernels."""
     found = next(p for p in read_peers() if (p.head_dim, p.causal) == (head_dim, causal))
-    return found.call_tflops[LENGTHS.index(length)]
+    return _at(found.call_tflops, length)
+
+
+def quotient(rate: float | None, over: float | None) -> float | None:
+    """A predicted ratio; None if one of the rates is not predicted."""
+    return rate / over if rate and over else None
+
+
+def _at(rates: Sequence[float] | None, length: int) -> float | None:
+    return float(rates[LENGTHS.index(length)]) if rates and length in LENGTHS else None

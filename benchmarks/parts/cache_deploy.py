@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -86,6 +87,24 @@ def warm_rows(options: argparse.Namespace) -> list[Row]:
             detail=f"one worker took {walls[1]:.1f} s, {reports[1].compile_s:.1f} s in compilers",
         ),
     ]  # fmt: skip
+
+
+def cuda_rows(options: argparse.Namespace) -> list[Row]:
+    """Compiles of CUDA kernels one at a time: each tile of every fourth variant."""
+    if find_toolkit() is None:
+        return []
+    chosen = {"head_dims": (64, 128, 256), "dtypes": "bf16", "formats": ("dense",)}
+    with fresh_cache():
+        warm(fa.Full(), targets="sm_90", head_dims=64, dtypes="bf16", jobs=1, progress=_show)
+    with fresh_cache():
+        done = warm(variants()[::4], targets="sm_90", **chosen, jobs=1, progress=_show)
+    taken = sorted(result.compile_s for result in done.built)
+    middle = taken[len(taken) // 4], taken[len(taken) * 3 // 4]
+    what = f"compile of a CUDA kernel on {len(os.sched_getaffinity(0))} cores, of {len(taken)}"
+    return [
+        Row(f"{what}: median", 2.0, median(taken), "s", "lower", middle),
+        Row(f"{what}: the slowest", 3.0, taken[-1], "s", "lower"),
+    ]
 
 
 def _show(event: WarmEvent) -> None:

@@ -51,7 +51,7 @@ _PREFILL: tuple[tuple[int, tuple[Tile, ...]], ...] = (
 
 They are FlashAttention 2's. At head_dim 128 a multiprocessor of sm_86 and sm_89 holds two blocks
 with 32 keys or one with 64. For these the model of machine code (`inspect/machine_code`) predicts
-109 and 93 TFLOP/s on an A10, 307 and 262 on an L40S (without a mask, nvcc 13.0)."""
+108 and 93 TFLOP/s on an A10, 280 and 264 on an L40S (without a mask, nvcc 13.0)."""
 
 _MANY_KEYS, _FEW_KEYS = 64, 32
 _REGISTER_FEATURES = frozenset({"block_mask", "sparse", "unaligned"})

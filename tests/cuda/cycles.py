@@ -18,7 +18,7 @@ from tests.cuda.digests import nvcc_release
 from tests.cuda.kernels import specs
 
 TABLE = Path(__file__).with_name("cycles.json")
-VARIANTS = ("plain", "causal", "alibi", "sliding_window", "soft_cap")
+VARIANTS = ("plain", "causal", "alibi", "sliding_window", "soft_cap", "soft_cap_approximate")
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90")
 HEAD_DIMS = (64, 128, 256)
 KERNELS = [(v, t, d) for d in HEAD_DIMS for t in TARGETS for v in VARIANTS]

@@ -9,6 +9,8 @@ from ...codegen.spec import KernelSpec
 from ...codegen.targets import architecture
 from ...errors import InputError
 from ...jit.cache.entry import ARTIFACT
+from ...jit.compilation.ptxas_report import KernelResources, parse_report
+from ...jit.compilation.toolchain import RESOURCES
 from ...jit.module import prepare_kernel
 from ...planner.devices import Device
 from ...planner.tiles import build_requests, fallbacks
@@ -29,11 +31,13 @@ class MachineCode:
     and simulates a multiprocessor whose K and V are in the L2.
 
     spec: the kernel, on the tile that was taken. device: the GPU, which need not exist here.
+    resources: ptxas' report.
     """
 
     spec: KernelSpec
     device: Device
     model: KernelModel
+    resources: KernelResources
 
     @property
     def loops(self) -> tuple[LoopCost, ...]:
@@ -76,10 +80,22 @@ class MachineCode:
                 f"{self.spec.tile_kind} {self.spec.tile_q} x {self.spec.tile_kv}, "
                 f"{self.model.blocks} blocks of {self.model.warps} warps a multiprocessor of "
                 f"{self.device.name}; simulated, not measured{known}",
+                self._registers(),
                 table(header, rows),
                 *lines,
             ]
         )
+
+    def _registers(self) -> str:
+        used = self.resources
+        among = used.spills_among_products or 0
+        spilled = (
+            f"spills {used.spill_store_bytes} bytes stored and {used.spill_load_bytes} loaded a "
+            f"thread, {among or 'none'} of them among the matrix products"
+            if used.spill_store_bytes
+            else "no spills"
+        )
+        return f"{used.registers} registers, {spilled}"
 
     @property
     def _keys(self) -> int:
@@ -101,6 +117,6 @@ def machine_code(spec: KernelSpec, device: Device) -> MachineCode:
     obtained = prepare_kernel(build_requests(spec))
     taken = (spec, *fallbacks(spec))[obtained.tile]
     code = disassemble(obtained.found.read(ARTIFACT))[ATTENTION]
-    return MachineCode(
-        taken, device, KernelModel(code, machine, ctas_per_sm(taken), taken.num_warps)
-    )
+    model = KernelModel(code, machine, ctas_per_sm(taken), taken.num_warps)
+    report = parse_report(obtained.found.read(RESOURCES))
+    return MachineCode(taken, device, model, report.kernel(ATTENTION))
