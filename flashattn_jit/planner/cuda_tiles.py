@@ -26,6 +26,7 @@ from ..codegen.budget import (
 )
 from ..codegen.spec import KernelSpec, TileKind
 from ..codegen.targets import architecture
+from ..variants.ir.ir import FLOAT_FUNCTIONS, Graph
 
 ROW_CLASSES = (16, 64, 128)
 """The largest number of packed rows of each class; the last class has no upper bound. Also the
@@ -55,18 +56,36 @@ with 32 keys or one with 64. For these the model of machine code (`inspect/machi
 
 _MANY_KEYS, _FEW_KEYS = 64, 32
 _REGISTER_FEATURES = frozenset({"block_mask", "sparse", "unaligned"})
+_SHORT_FUNCTIONS = {"exp", "exp2", "sqrt", "rsqrt", "tanh", "tanh_approx", "sigmoid"}
+_LONG_FUNCTIONS = {"pow", "atan2", *FLOAT_FUNCTIONS} - _SHORT_FUNCTIONS
 
 
 def _most_keys(spec: KernelSpec, widest: int) -> int:
     """Keys of a prefill tile at most: with more, kernels spill among the products (nvcc 13.0).
 
     Block masks, key lists and mixed rows keep values of each row or key in registers, loads of
-    unaligned rows the values themselves. For sm_100 the compiler keeps more values of loops.
+    unaligned rows the values themselves. For sm_100 the compiler keeps more values of loops. Score
+    hooks with a function of twenty instructions or more spill too or gain nothing, by the model of
+    machine code, and with 128 keys take 4 s to compile.
     """
     if "mixed_rows" in spec.features:
         return _MANY_KEYS if widest <= _MANY_KEYS else _FEW_KEYS
-    needed = not _REGISTER_FEATURES.isdisjoint(spec.features)
+    graphs = filter(None, map(spec.variant.hook, ("score_mod", "pointwise")))
+    needed = not _REGISTER_FEATURES.isdisjoint(spec.features) or any(map(_long, graphs))
     return _MANY_KEYS if needed or architecture(spec.target) == "sm_100" else 2 * _MANY_KEYS
+
+
+def _long(graph: Graph) -> bool:
+    """Whether a function of many instructions is computed for each pair of a query and a key."""
+    of_row: set[int] = set()
+    of_key: set[int] = set()
+    for index, node in enumerate(graph.nodes):
+        name = node.attr("name") if node.op == "input" else None
+        if name in ("score", "q_idx", "h") or not of_row.isdisjoint(node.args):
+            of_row.add(index)
+        if name in ("score", "kv_idx") or not of_key.isdisjoint(node.args):
+            of_key.add(index)
+    return any(graph.nodes[index].op in _LONG_FUNCTIONS for index in of_row & of_key)
 
 
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flashattn_jit as fa
 from flashattn_jit.codegen.budget import (
     MAX_REGISTERS,
     accumulator_registers,
@@ -135,3 +137,18 @@ def test_rows_of_a_group_share_a_tile():
 
 def test_head_dims_are_padded_to_what_matrix_instructions_take():
     assert [padded(d) for d in (1, 16, 17, 80, 121, 256)] == [16, 16, 32, 80, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "keys"),
+    [
+        (lambda s, b, h, i, j: s - torch.log1p(abs(i - j)), 64),
+        (lambda s, b, h, i, j: torch.erf(s), 64),
+        (lambda s, b, h, i, j: s * torch.log1p(abs(i)) + torch.log1p(j), 128),
+        (lambda s, b, h, i, j: torch.tanh(s), 128),
+    ],
+)
+def test_long_functions_of_pairs_have_tiles_of_fewer_keys(score_mod, keys):
+    ir = fa.variant(score_mod=score_mod).explain(dims={"num_q_heads": 2}).ir
+    assert choose(ir, problem(300, 64, 64), "sm_90").tile_kv == keys
+    assert choose(ir, problem(300, 128, 128), "sm_90").tile_kv == 64
