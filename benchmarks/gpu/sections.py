@@ -23,7 +23,7 @@ class Measurement:
 
 @dataclass
 class Clock:
-    """The time limit of a call. Measurements that would begin too late are left out."""
+    """The time limit of a call. Measurements that would end too late are left out."""
 
     limit_s: float
     begin: float = field(default_factory=time.monotonic)

@@ -266,13 +266,16 @@ class _Run:
             # Relative to the largest score, not to lse: beyond 1e16 that cannot hold the log of a
             # sum, and weights would not add up to 1. A row without keys has weights of 0, not NaN.
             top = score.detach().amax(-1) if kv_len else lse
-            base = torch.where(top == -math.inf, 0.0, top)
-            weights = torch.exp(score - base[..., None])
-            total = weights.sum(-1)
+            sink = None
             if "sink" in hooks and not self._partial:
                 sink = self._call(lambda h: hooks["sink"](request, h), heads)
                 sink = sink.to(lse.dtype).expand(len(heads))[:, None]
                 lse = torch.logaddexp(lse, sink)
+                top = torch.maximum(top, sink.detach())
+            base = torch.where(top == -math.inf, 0.0, top)
+            weights = torch.exp(score - base[..., None])
+            total = weights.sum(-1)
+            if sink is not None:
                 total = total + torch.exp(sink - base)
             weights = weights / torch.where(total == 0, 1.0, total)[..., None]
         out = weights.to(self._dtype) @ v.to(self._dtype)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import flashattn_jit as fa
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import pack, smoke
 from benchmarks.gpu.machine import Emulated
 from benchmarks.gpu.sections import Clock, Measurement, measured
 from benchmarks.parts.measure import Row, save, table
 from tests.harness import processes
+from tests.harness.toolkit import needs_nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,6 +85,23 @@ def test_a_pack_is_where_kernels_are_taken_from(tmp_path, monkeypatch):
     about.write_text(json.dumps({"sources": "others"}))
     with pytest.raises(SystemExit, match="other sources"), pack.used(tmp_path):
         pass
+
+
+@needs_nvcc
+def test_a_pack_holds_what_a_gpu_needs(tmp_path, monkeypatch):
+    for name in ("FLASHATTN_JIT_CACHE_PATH", "FLASHATTN_JIT_COMPILE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    wanted = {"head_dims": 64, "dtypes": "bf16", "targets": pack.TARGET, "formats": ("dense",)}
+    made = fa.warm(fa.Full(), **wanted, jobs=1, progress=False)
+    assert pack.write_kernels(tmp_path) == len(made.built) > 0
+    (tmp_path / pack.ABOUT).write_text(json.dumps({"sources": pack.sources()}))
+    with pack.used(tmp_path):
+        with zipfile.ZipFile(os.environ["FLASHATTN_JIT_CACHE_PATH"]) as packed:
+            names = {name.rpartition("/")[2] for name in packed.namelist()}
+        found = fa.warm(fa.Full(), **wanted, jobs=1, progress=False)
+    assert names == {"artifact.so", "meta.json", "resources.json"}
+    assert {result.layer for result in found.results} == {"read_only"}
 
 
 def test_a_wrong_value_of_a_smoke_call_is_seen():

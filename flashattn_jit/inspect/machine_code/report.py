@@ -88,10 +88,9 @@ class MachineCode:
 
     def _registers(self) -> str:
         used = self.resources
-        among = used.spills_among_products or 0
         spilled = (
             f"spills {used.spill_store_bytes} bytes stored and {used.spill_load_bytes} loaded a "
-            f"thread, {among or 'none'} of them among the matrix products"
+            f"thread, {used.spills_among_products or 'none'} of them among the matrix products"
             if used.spill_store_bytes
             else "no spills"
         )

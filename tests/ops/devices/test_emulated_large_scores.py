@@ -79,3 +79,22 @@ def test_the_reference_weighs_ties_equally(value: float) -> None:
     torch.testing.assert_close(out, k.mean(2, keepdim=True).expand_as(out))
     with_sink = variant & fa.Sink(torch.full((2,), value))
     torch.testing.assert_close(with_sink.reference(q, k, k), out * 0.9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("values", [(2.0**24, 2.0**24 + 2), (-2e38, -1.5e38)])
+def test_warps_whose_bases_differ_little(values: tuple[float, float], dtype: torch.dtype) -> None:
+    """The warps of a few-row kernel merge their states by the scores, not by rounded products."""
+    q, k, v = (torch.zeros(1, 1, n, 64, dtype=dtype) for n in (3, 64, 64))
+    v[:, :, :48] = 1
+    variant = fa.variant(score_mod=lambda s, b, h, i, j: torch.where(j < 48, *values))
+    out = fa.attention(q, k, v, variant, target="emulated:sm_80")
+    expected = variant.reference(q.double(), k.double(), v.double())
+    torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_the_gradient_of_a_sink_far_above_the_scores_is_finite() -> None:
+    sink = torch.full((1,), 2000.0, requires_grad=True)
+    q = torch.randn(1, 1, 3, 8, dtype=torch.double)
+    fa.Sink(sink).reference(q, q, q).sum().backward()
+    assert sink.grad is not None and sink.grad.isfinite().all()

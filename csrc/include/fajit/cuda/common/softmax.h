@@ -14,7 +14,7 @@ namespace fajit::cuda {
 // accumulators are hardly ever rescaled, which costs a multiplication for each of them.
 //
 // A weight is 2^(s * exponent - base * exponent), where the product with the base is rounded. From
-// `Units::far` on, 2^16 in base-2 units, that error exceeds 2^-9 of a weight, and from 2^30 on
+// `Units::far` on, 2^16 in base-2 units, that error exceeds 2^-9 of a weight, and from 2^29 on
 // weights may overflow.
 // kFar: there the base is subtracted from the scores before, in the branch that rescales. Kernels
 // with a score_mod do so: it may return scores like -1e9, of keys to hide.
@@ -137,9 +137,9 @@ struct OnlineSoftmax {
     for (int i = 0; i < 2 * kM; ++i) sum[i] = ptx::quad_sum(sum[i]);
   }
 
-  // The base of a row in base-2 units. kFar: finite if the row has a key; beyond 2^127 it is that.
-  FAJIT_DEV float top2(int i, const Units& units) const {
-    const float value = top[i] * units.exponent;
+  // A base in base-2 units. kFar: beyond 2^127 it is that, so that an lse is finite.
+  static FAJIT_DEV float in_base2(float base, const Units& units) {
+    const float value = base * units.exponent;
     return kFar ? fminf(fmaxf(value, -0x1p127f), 0x1p127f) : value;
   }
 

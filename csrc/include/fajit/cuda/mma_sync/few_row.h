@@ -225,7 +225,7 @@ class FewRow {
       for (int d = 0; d < kD; ++d)
         *reinterpret_cast<float2*>(to + d * 8) = float2{o[0][d][i * 2], o[0][d][i * 2 + 1]};
       if (lane_ % 4 == 0) {
-        tops()[warp_ * 16 + row] = softmax.top2(i, units_);
+        tops()[warp_ * 16 + row] = softmax.top[i];
         sums()[warp_ * 16 + row] = softmax.sum[i];
       }
     }
@@ -245,11 +245,12 @@ class FewRow {
       const float base = top == -FAJIT_INF ? 0.0f : top;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        weight[w] = Hooks::kPointwise ? 1.0f : ptx::exp2_approx(weight[w] - base);
+        weight[w] =
+            Hooks::kPointwise ? 1.0f : ptx::exp2_approx((weight[w] - base) * units_.exponent);
         sum += sums()[w * 16 + r] * weight[w];
       }
       const PackedRow row = row_from_lane(mine_, r);
-      const Normalized n = writer.normalizer(top, sum, row);
+      const Normalized n = writer.normalizer(Softmax::in_base2(top, units_), sum, row);
       for (int d = lane_; d < Config::kDimV; d += 32) {
         float value = 0.0f;
 #pragma unroll

@@ -313,7 +313,8 @@ class Prefill {
     }
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      const Normalized n = writer.normalizer(softmax.top2(i, units_), softmax.sum[i], rows.at(i));
+      const Normalized n =
+          writer.normalizer(Softmax::in_base2(softmax.top[i], units_), softmax.sum[i], rows.at(i));
 #pragma unroll
       for (int d = 0; d < kD; ++d) {
         o[i / 2][d][i % 2 * 2] *= n.factor;
