@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import flashattn_jit as fa
+from benchmarks.gpu.kernels import plan_kernels
 from benchmarks.gpu.machine import Machine, host_seconds, interleave
 from benchmarks.gpu.sections import Measurement
 from benchmarks.parts.batch_work import constant_lengths, indptr, page_table, zipf_lengths
@@ -75,7 +76,7 @@ def uneven_rows(machine: Machine, rounds: int) -> Iterator[Row]:
         times = interleave(machine, runs, rounds, flush=True)
         value, spread = ratio(times["zipf"], times["constant"])
         detail = f"constant {statistics.median(times['constant']) * 1e6:.0f} us, "
-        detail += f"longest {max(cases['zipf'])} of {count * mean} keys"
+        detail += f"longest {max(cases['zipf'])} of {count * mean} keys; {plan_kernels(made)}"
         yield Row(f"decode of {count} requests: zipf over constant lengths", 1.1, value, "x",
                   "lower", spread, detail)  # fmt: skip
 
@@ -100,7 +101,7 @@ def paged_rows(machine: Machine, rounds: int) -> Iterator[Row]:
         }
         times = interleave(machine, runs, rounds, flush=True)
         value, spread = ratio(times["paged"], times["packed"])
-        detail = f"packed {statistics.median(times['packed']) * 1e6:.0f} us"
+        detail = f"packed {statistics.median(times['packed']) * 1e6:.0f} us; {plan_kernels(paged)}"
         yield Row(f"{name} B{count} kv{kv_len}: pages of {PAGE} over contiguous keys", None, value,
                   "x", "lower", spread, detail)  # fmt: skip
 
@@ -134,6 +135,7 @@ def cascade_rows(machine: Machine, rounds: int) -> Iterator[Row]:
         times = interleave(machine, runs, rounds, flush=True)
         value, spread = ratio(times["flat"], times["cascade"])
         detail = ", ".join(f"{n} {statistics.median(t) * 1e6:.0f} us" for n, t in times.items())
+        detail += f"; flat {plan_kernels(flat)}"
         yield Row(f"{count} requests share {shared} keys, heads {heads[0]}/{heads[1]}: flat over "
                   "cascade", None, value, "x", "higher", spread, detail)  # fmt: skip
 

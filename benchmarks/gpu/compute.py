@@ -18,15 +18,15 @@ from torch import Tensor
 import flashattn_jit as fa
 from benchmarks.gpu import mods, peers
 from benchmarks.gpu.kernels import (
+    called,
     kernel_words,
-    last_kernel,
     predicted_peer_tflops,
     predicted_tflops,
     quotient,
 )
 from benchmarks.gpu.machine import Machine, interleave
 from benchmarks.gpu.sections import Measurement
-from benchmarks.parts.measure import ROOT, Row, Run, ratio
+from benchmarks.parts.measure import ROOT, Row, ratio
 from benchmarks.parts.planned_otherwise import clear_plans, on_tile, planned
 from benchmarks.parts.work import (
     attention_flops,
@@ -68,8 +68,10 @@ def compute(machine: Machine, rounds: int) -> Iterator[Measurement]:
                               partial(counter_rows, machine, profiled[0]))  # fmt: skip
             for name in ("sliding window", "document mask"):
                 yield Measurement(name, 60, partial(mask_rows, machine, rounds, name))
-    for name in profiled[1:]:
-        yield Measurement(f"counters of {name}", 60, partial(counter_rows, machine, name))
+    yield from (
+        Measurement(f"counters of {name}", 60, partial(counter_rows, machine, name))
+        for name in profiled[1:]
+    )
 
 
 def inputs(
@@ -161,13 +163,6 @@ def mask_rows(machine: Machine, rounds: int, name: str) -> Iterator[Row]:
     claim = f"{name} S{length}: over FlexAttention"
     yield against(f"{claim}'s kernel", "flex", 1.0, times, flops, words)
     yield against(f"{claim} with its mask's creation", "flex + mask", 3.0, times, flops, words)
-
-
-def called(run: Run) -> str:
-    """Makes a call that is not planned yet; words about its kernel."""
-    clear_plans()
-    run()
-    return last_kernel()
 
 
 def tile_rows(machine: Machine, rounds: int, head_dim: int, name: str) -> Iterator[Row]:

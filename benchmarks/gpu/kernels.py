@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from benchmarks.parts.measure import RESULTS
+import flashattn_jit as fa
+from benchmarks.parts.measure import RESULTS, Run
+from benchmarks.parts.planned_otherwise import clear_plans
 from benchmarks.sass import LENGTHS, read_peers
 from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.inspect.explanation.batch import launches_of
 from flashattn_jit.jit.module import default
 from flashattn_jit.planner.tiles import build_request
 
@@ -32,6 +35,20 @@ def last_kernel() -> str:
 
     plan, _ = list(launches._launches.values())[-1]
     return "; ".join(kernel_words(k.spec) for k in plan.kernels if k is not None)
+
+
+def called(run: Run) -> str:
+    """Makes a call that is not planned yet; words about its kernel."""
+    clear_plans()
+    run()
+    return last_kernel()
+
+
+def plan_kernels(engine: fa.BatchAttention) -> str:
+    """Words about the kernels that a planned batch runs."""
+    planned = engine._planned
+    assert planned is not None
+    return "; ".join(kernel_words(work.kernel.spec) for work in launches_of(planned.first))
 
 
 def predicted_tflops(variant: str, head_dim: int, length: int) -> float | None:

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import flashattn_jit as fa
 from benchmarks.gpu import peers
 from benchmarks.gpu.batch import batches
+from benchmarks.gpu.kernels import called, plan_kernels
 from benchmarks.gpu.machine import Machine, host_seconds, interleave
 from benchmarks.gpu.sections import Clock, Measurement
 from benchmarks.parts.batch_work import page_table
@@ -76,10 +77,12 @@ def decode_rows(machine: Machine, rounds: int, page_size: int, group: int) -> It
     times = interleave(machine, runs, rounds, flush=True)
     moved = decode_bytes(batch, kv_len, q.shape[1], kv_heads, HEAD_DIM)
     name = f"decode B{batch} kv {kv_len} page {page_size} group {group}"
-    yield bandwidth_row(name, times, moved, copy_bytes(kv_bytes))
+    yield bandwidth_row(name, times, moved, copy_bytes(kv_bytes), plan_kernels(decode))
 
 
-def bandwidth_row(name: str, times: dict[str, list[float]], moved: int, copied: int) -> Row:
+def bandwidth_row(
+    name: str, times: dict[str, list[float]], moved: int, copied: int, kernel: str
+) -> Row:
     """The share of the copy's bandwidth. moved, copied: bytes of a call, and of the copy."""
     share, spread = ratio(times["copy"], times["ours"], 100 * moved / copied)
     shown = ", ".join(
@@ -87,7 +90,7 @@ def bandwidth_row(name: str, times: dict[str, list[float]], moved: int, copied: 
         for n, t in times.items()
     )
     return Row(f"{name}: share of copy bandwidth", 88.0, share, "%", "higher", spread,
-               f"TB/s: {shown}")  # fmt: skip
+               f"TB/s: {shown}; {kernel}")  # fmt: skip
 
 
 def _one_request(machine: Machine, kv_len: int) -> tuple[torch.Tensor, ...]:
@@ -102,13 +105,14 @@ def latency_rows(machine: Machine, rounds: int) -> Iterator[Row]:
     q, k, v = _one_request(machine, 1024)
     ours = partial(fa.attention, q, k, v, target=machine.target)
     sdpa = partial(scaled_dot_product_attention, q, k, v, enable_gqa=True)
+    kernel = called(ours)
     count = machine.pick(_GRAPH_CALLS, 2)
     replays = {"ours": machine.graph(ours, count), "sdpa": machine.graph(sdpa, count)}
     times = interleave(machine, replays, rounds)
     calls = {name: [t / count for t in found] for name, found in times.items()}
     other = statistics.median(calls["sdpa"]) * 1e6
     yield time_row("decode B1 kv 1024, 4 heads a kv head, in a graph", 12.0, calls["ours"], "us",
-                   f"torch SDPA {other:.1f} us")  # fmt: skip
+                   f"torch SDPA {other:.1f} us; {kernel}")  # fmt: skip
     host = host_seconds(machine, ours, 200, rounds)
     sdpa_host = statistics.median(host_seconds(machine, sdpa, 200, rounds)) * 1e6
     yield time_row("fa.attention, host time of a repeated call", None, host, "us",
@@ -119,6 +123,7 @@ def split_rows(machine: Machine, rounds: int, kv_len: int) -> Iterator[Row]:
     """One request with its keys split as planned, over no splits; and the merge's share of time."""
     q, k, v = _one_request(machine, kv_len)
     call = partial(fa.attention, q, k, v, target=machine.target)
+    kernel = called(call)
     runs = {
         "split": planned(call, contextlib.nullcontext())[0],
         "whole": planned(call, without_splits())[0],
@@ -127,7 +132,7 @@ def split_rows(machine: Machine, rounds: int, kv_len: int) -> Iterator[Row]:
     value, spread = ratio(times["whole"], times["split"])
     shown = ", ".join(f"{n} {statistics.median(t) * 1e6:.1f} us" for n, t in times.items())
     yield Row(f"decode B1 kv {kv_len}: speed over no splits", None, value, "x", "higher", spread,
-              shown)  # fmt: skip
+              f"{shown}; {kernel}")  # fmt: skip
     kernels = machine.kernel_seconds(runs["split"])
     merge = sum(t for name, t in kernels.items() if "merge" in name)
     total = sum(t for name, t in kernels.items() if "fajit" in name)

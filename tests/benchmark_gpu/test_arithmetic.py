@@ -73,9 +73,9 @@ def test_a_share_of_bandwidth_counts_a_copy_twice():
     """A kernel that takes as long as the copy and moves half as many bytes has 50 %."""
     nbytes = 1 << 30
     copied = work.copy_bytes(nbytes)
-    row = bandwidth_row("decode", {"ours": [1.0, 1.0], "copy": [1.0, 1.0]}, nbytes, copied)
+    row = bandwidth_row("decode", {"ours": [1.0, 1.0], "copy": [1.0, 1.0]}, nbytes, copied, "")
     assert row.measured == 50.0 and row.verdict == "missed"
-    row = bandwidth_row("decode", {"ours": [0.5, 0.5], "copy": [1.0, 1.0]}, nbytes, copied)
+    row = bandwidth_row("decode", {"ours": [0.5, 0.5], "copy": [1.0, 1.0]}, nbytes, copied, "")
     assert row.measured == 100.0 and row.verdict == "met"
 
 

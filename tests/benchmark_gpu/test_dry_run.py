@@ -129,7 +129,7 @@ class Tracer:
         threading.settrace(None)  # type: ignore[arg-type]
 
 
-ONLY_ON_GPUS = {"rates.py": ("OnGpu.", "build"), "kernels.py": ("predicted",)}
+ONLY_ON_GPUS = {"rates.py": ("OnGpu.", "build"), "kernels.py": ("plan_kernels",)}
 """Functions that other tests here execute."""
 ALLOWED = {
     "checks.py": {"_smoked": 2, "print_smoke": 1, "smoke_rows": 1},

@@ -106,7 +106,7 @@ def test_partial_states_merge():
     out, lse = fa.merge_states([o for o, _ in halves], [x for _, x in halves], target=TARGET)
     check(out.to(BF16), q, k, v)
     whole = attention(q, k, v, return_lse=True)[1]
-    torch.testing.assert_close(lse, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_equal_inputs_give_equal_bits():
