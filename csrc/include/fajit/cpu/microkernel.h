@@ -1,7 +1,8 @@
 // The two matrix products of a block of query rows, with rows on lanes:
 //
-//   scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]
-//   values   O^T[dim][row] = alpha[row] O^T[dim][row] + sum_key V^T[dim][key] P^T[key][row]
+//   multiply_scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]
+//   multiply_values   O^T[dim][row] = alpha[row] O^T[dim][row]
+//                                     + sum_key V^T[dim][key] P^T[key][row]
 //
 //        Q^T or P^T   [depth][NV vectors of rows]   vectors, from L1
 //        K or V       [depth] words                 broadcast
@@ -116,8 +117,8 @@ FAJIT_INLINE void settle() { asm volatile("" ::: "memory"); }
 // kMicroRows. Rows past `count` are not read, the last one is used instead. `fetch()` is called
 // once for each key.
 template <class Matrix, int NV, int Words, class KeyRows, class Fetch>
-__attribute__((noinline)) void scores(KeyRows keys, int count, const int32_t* qt, float* s,
-                                      Fetch fetch) {
+__attribute__((noinline)) void multiply_scores(KeyRows keys, int count, const int32_t* qt, float* s,
+                                               Fetch fetch) {
   for (int n = 0; n < count; n += kMicroRows) {
     const char* row[kMicroRows];
 #pragma GCC unroll 8
@@ -151,8 +152,9 @@ __attribute__((noinline)) void scores(KeyRows keys, int count, const int32_t* qt
 // output at the end: one chain of additions over 1024 keys had 1.6 times the error, and a separate
 // pass for rescaling cost 1.5 %.
 template <class Matrix, int NV>
-__attribute__((noinline)) void values(const int32_t* panels, int64_t panel_stride, int dims,
-                                      int depth, const int32_t* pt, const float* alpha, float* o) {
+__attribute__((noinline)) void multiply_values(const int32_t* panels, int64_t panel_stride,
+                                               int dims, int depth, const int32_t* pt,
+                                               const float* alpha, float* o) {
   for (int d = 0; d < dims; d += kMicroRows) {
     const int32_t* v = panels + d / kPanel * panel_stride + d % kPanel;
     const auto part = [&](int at, int count, auto join) __attribute__((always_inline)) {

@@ -262,11 +262,11 @@ class Prefill {
 
     const float scale = kNaturalUnits<Hooks> ? c_.args->scale : c_.args->scale * kLog2e;
     const int64_t row0 = int64_t{block.first} * kLanes;
-    Products::template scores<NV>(k, n0, n1, qt_ + row0 * kWords, s_,
-                                  [&]() __attribute__((always_inline)) { next(); });
+    Products::template multiply_scores<NV>(k, n0, n1, qt_ + row0 * kWords, s_,
+                                           [&]() __attribute__((always_inline)) { next(); });
     alignas(64) float alpha[NV * kLanes];
     soften(block, states, n0, n1, scale, alpha);
-    Products::template values<NV>(values_, n0, n1, p_, alpha, o_ + row0 * kOutDims);
+    Products::template multiply_values<NV>(values_, n0, n1, p_, alpha, o_ + row0 * kOutDims);
   }
 
   // Sets the states of the chunks of a tile for one block and shrinks [n0, n1) to the chunks that
@@ -330,13 +330,13 @@ class Prefill {
         top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, scale, top);
       }
       if constexpr (Hooks::kPointwise) {
-        make_weights<Matrix, Hooks>(s, p, stride, n0, n1, vf{}, 0.0f);
+        weigh<Matrix, Hooks>(s, p, stride, n0, n1, vf{}, 0.0f);
         store(alpha + j * kLanes, splat(1.0f));
       } else {
         // A row without a key so far has max -inf: any finite base gives it weights of 0.
         const vf base = select(top == -kInf, splat(0.0f), top);
         const vf rescale = weight_exp2<float>((old - base) * to_base2);
-        const vf sum = make_weights<Matrix, Hooks>(s, p, stride, n0, n1, base, to_base2);
+        const vf sum = weigh<Matrix, Hooks>(s, p, stride, n0, n1, base, to_base2);
         store(max_ + v * kLanes, top);
         store(sum_ + v * kLanes, load(sum_ + v * kLanes) * rescale + sum);
         store(alpha + j * kLanes, rescale);

@@ -10,8 +10,9 @@
 //   kValueWords    words of a packed tile of V
 //   kKeysAnywhere  K rows may be at any addresses; otherwise they must be contiguous
 //   pack(count, words, row)         V of keys [0, count); `row(n)` is valid until row(n + kHeld)
-//   scores<NV>(keys, n0, n1, qt, s, fetch)   keys [n0, n1), not scaled; n0 is a multiple of kStep
-//   values<NV>(words, n0, n1, p, alpha, o)   likewise
+//   multiply_scores<NV>(keys, n0, n1, qt, s, fetch)
+//   multiply_values<NV>(words, n0, n1, p, alpha, o)
+//                  of keys [n0, n1), n0 a multiple of kStep; scores are not scaled
 #pragma once
 #include <fajit/cpu/pack.h>
 #if FAJIT_AMX
@@ -39,17 +40,18 @@ struct VectorProducts {
     pack_panels<Matrix, DimV>(count, words, kPanelStride, row);
   }
   template <int NV, class KeyRows, class Fetch>
-  static FAJIT_INLINE void scores(KeyRows keys, int n0, int n1, const int32_t* qt, float* s,
-                                  Fetch fetch) {
-    fajit::scores<Matrix, NV, kWords>(keys.from(n0, 0), n1 - n0, qt, s + int64_t{n0} * NV * kLanes,
-                                      fetch);
+  static FAJIT_INLINE void multiply_scores(KeyRows keys, int n0, int n1, const int32_t* qt,
+                                           float* s, Fetch fetch) {
+    fajit::multiply_scores<Matrix, NV, kWords>(keys.from(n0, 0), n1 - n0, qt,
+                                               s + int64_t{n0} * NV * kLanes, fetch);
   }
   template <int NV>
-  static FAJIT_INLINE void values(const int32_t* words, int n0, int n1, const int32_t* p,
-                                  const float* alpha, float* o) {
+  static FAJIT_INLINE void multiply_values(const int32_t* words, int n0, int n1, const int32_t* p,
+                                           const float* alpha, float* o) {
     const int64_t first = n0 / kPack;
-    fajit::values<Matrix, NV>(words + first * kPanel, kPanelStride, kOutDims,
-                              (n1 - n0 + kPack - 1) / kPack, p + first * NV * kLanes, alpha, o);
+    fajit::multiply_values<Matrix, NV>(words + first * kPanel, kPanelStride, kOutDims,
+                                       (n1 - n0 + kPack - 1) / kPack, p + first * NV * kLanes,
+                                       alpha, o);
   }
 };
 
@@ -77,13 +79,13 @@ struct TileProducts {
     }
   }
   template <int NV, class KeyRows, class Fetch>
-  static FAJIT_INLINE void scores(KeyRows keys, int n0, int n1, const int32_t* qt, float* s,
-                                  Fetch fetch) {
+  static FAJIT_INLINE void multiply_scores(KeyRows keys, int n0, int n1, const int32_t* qt,
+                                           float* s, Fetch fetch) {
     tile_scores<NV, kWords>(keys(n0), n1 - n0, qt, s + int64_t{n0} * NV * kLanes, fetch);
   }
   template <int NV>
-  static FAJIT_INLINE void values(const int32_t* words, int n0, int n1, int32_t* p,
-                                  const float* alpha, float* o) {
+  static FAJIT_INLINE void multiply_values(const int32_t* words, int n0, int n1, int32_t* p,
+                                           const float* alpha, float* o) {
     // Words of keys past the last one are multiplied with zeros of V, but may be NaN: clear them.
     const int steps = (n1 - n0 + kTileDepth - 1) / kTileDepth;
     const int first = (n1 + 1) / 2 * NV * kLanes, end = (n0 / 2 + steps * 16) * NV * kLanes;

@@ -127,8 +127,8 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
 // multiple of pack; an odd last key is paired with weight 0. The weights may overwrite the scores:
 // p may be s.
 template <class Matrix, class Hooks>
-FAJIT_INLINE vf make_weights(const float* s, int32_t* p, int stride, int n0, int n1, vf base,
-                             float to_base2) {
+FAJIT_INLINE vf weigh(const float* s, int32_t* p, int stride, int n0, int n1, vf base,
+                      float to_base2) {
   constexpr bool Pointwise = Hooks::kPointwise;
   const auto below = [&](vf x) __attribute__((always_inline)) { return (x - base) * to_base2; };
   vf sum = {}, sum2 = {};
