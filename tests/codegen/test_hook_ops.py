@@ -232,7 +232,10 @@ def test_tanh_is_within_four_ulp_whatever_the_other_lanes_hold(library, kind, or
 
 
 def test_tanh_approx_is_within_its_error_and_shaped_as_tanh(library):
-    """Odd, bounded, monotonic but for rounding; equal in scalars and vectors of any other lanes."""
+    """Odd, bounded, monotonic but for rounding; equal in scalars and vectors of any other lanes.
+
+    AVX-512 has a reciprocal to 2^-14, whose steps differ between processors.
+    """
     border = torch.linspace(0.999, 1.001, 4001)
     magnitudes = 10.0 ** torch.linspace(-38, 38, 40001)
     special = torch.tensor([0.0, math.inf])
@@ -253,7 +256,7 @@ def test_tanh_approx_is_within_its_error_and_shaped_as_tanh(library):
     assert (error[x > 1e-37] <= TANH_APPROX_ERROR).all()
     assert error.max() > TANH_APPROX_ERROR / 2, "as large as a shorter function needs"
     assert (out <= 1).all() and (out[x > 4.5] == 1).all()
-    assert (out.cummax(0).values - out).max() < 2.0**-20
+    assert (out.cummax(0).values - out).max() < 2.0**-13
     assert torch.equal(values(-x, "s"), -out) and values(-x[x == 0], "s").signbit().all()
     assert torch.equal(values(x, "v"), out)
     assert torch.equal(values(x[shuffled].contiguous(), "v"), out[shuffled])

@@ -1,4 +1,4 @@
-"""The error that `verify` allows for an ulp in each score passes right kernels and no bugs."""
+"""The error that `verify` allows for ulps in each score passes right kernels and no bugs."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ def verify(
     requests, scores of 1e4, rows without any key, NaN in masked-out values, strided views, splits
     of the keys, every tile kind, one and many threads. The RMS error against fp64 may be 1.5 times
     that of the eager reference in the same dtype plus half an ulp, and that of each row six times
-    as much; to both is added the effect of an fp32 ulp in each score, which is large where scores
-    of 1e4 tie.
+    as much; to both is added the effect of two fp32 ulps in each score, which is large where
+    scores of 1e4 tie.
 
     Args:
         variant: the variant to verify.

@@ -34,7 +34,8 @@ FAJIT_FN float result_unit(float factor) {
 FAJIT_FN float score_unit(float scale) { return scale == 0.0f ? 1.0f : result_unit(scale); }
 
 FAJIT_FN Units units_with(float query, float score, float exponent) {
-  return {query, score, exponent, __builtin_fminf(0x1p16f / exponent, 0x1p127f)};
+  const float far = 0x1p16f / exponent;
+  return {query, score, exponent, far < 0x1p127f ? far : 0x1p127f};
 }
 
 // c: with the hooks' uniforms.
