@@ -14,17 +14,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.gpu import rates
 from benchmarks.gpu.memory import VARIABLE
 from benchmarks.parts.measure import ROOT, commit, versions
-from flashattn_jit.deploy.pack.pack import chosen_entries, members
-from flashattn_jit.jit.cache.entry import ARTIFACT, sources_digest
+from flashattn_jit.deploy.pack.pack import chosen_entries, members, without_files
+from flashattn_jit.deploy.pack.wheel import FOR_PEOPLE
+from flashattn_jit.jit.cache.entry import sources_digest
 from flashattn_jit.jit.cache.pack_file import write_archive
-from flashattn_jit.jit.compilation.toolchain import RESOURCES
+from flashattn_jit.jit.compilation.nvcc import PTX
 
 KERNELS, ABOUT = "kernels.pack.xz", "about.json"
 TARGET = "sm_90"
@@ -71,7 +71,7 @@ def write_kernels(folder: Path) -> int:
     Without their sources and PTX, which a GPU has no use for: 34 MB instead of 64.
     """
     chosen = [
-        replace(one, meta={**one.meta, "files": _needed(one.meta["files"])})
+        without_files(one, FOR_PEOPLE | {PTX})
         for one in chosen_entries(None, (TARGET,), (), allow_cpp=True)
     ]
     with tempfile.TemporaryFile() as raw:
@@ -81,10 +81,6 @@ def write_kernels(folder: Path) -> int:
         with lzma.open(folder / KERNELS, "wb", filters=_FILTERS) as packed:
             shutil.copyfileobj(raw, packed, 1 << 20)
     return len(chosen)
-
-
-def _needed(files: Mapping[str, object]) -> dict[str, object]:
-    return {name: said for name, said in files.items() if name in (ARTIFACT, RESOURCES)}
 
 
 def sources() -> str:

@@ -54,9 +54,9 @@ They are FlashAttention 2's. At head_dim 128 a multiprocessor of sm_86 and sm_89
 with 32 keys or one with 64. For these the model of machine code (`inspect/machine_code`) predicts
 108 and 93 TFLOP/s on an A10, 280 and 264 on an L40S (without a mask, nvcc 13.0).
 
-At head_dim 64 it predicts 363 TFLOP/s on an H100, 365 for the loop of full tiles under a causal
-mask. A trial with 64 keys, and the first product of the next tile before the softmax of this one,
-had 331 and 310, and no register left for score hooks; it is not kept."""
+At head_dim 64 a loop over 64 keys, with the first product of the next tile before the softmax of
+this one, was tried and is not kept: it was predicted to be slower than one over 128 keys, and left
+no register for score hooks."""
 
 _MANY_KEYS, _FEW_KEYS = 64, 32
 _REGISTER_FEATURES = frozenset({"block_mask", "sparse", "unaligned"})
@@ -74,9 +74,14 @@ def _most_keys(spec: KernelSpec, widest: int) -> int:
     """
     if "mixed_rows" in spec.features:
         return _MANY_KEYS if widest <= _MANY_KEYS else _FEW_KEYS
+    if (
+        widest > _MANY_KEYS  # no tile has more keys
+        or not _REGISTER_FEATURES.isdisjoint(spec.features)
+        or architecture(spec.target) == "sm_100"
+    ):
+        return _MANY_KEYS
     graphs = filter(None, map(spec.variant.hook, ("score_mod", "pointwise")))
-    needed = not _REGISTER_FEATURES.isdisjoint(spec.features) or any(map(_long, graphs))
-    return _MANY_KEYS if needed or architecture(spec.target) == "sm_100" else 2 * _MANY_KEYS
+    return _MANY_KEYS if any(map(_long, graphs)) else 2 * _MANY_KEYS
 
 
 def _long(graph: Graph) -> bool:

@@ -7,8 +7,8 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,12 @@ def members(
             yield f"{folder}/{name}", digest, meta if name == META else read_file(source, name)
         if progress is not None:
             progress(done, len(chosen))
+
+
+def without_files(one: Found, left_out: Container[str]) -> Found:
+    """An entry as it is packed without some of its files."""
+    files = {name: said for name, said in one.meta["files"].items() if name not in left_out}
+    return replace(one, meta={**one.meta, "files": files})
 
 
 def read_file(source: Found, name: str) -> bytes:

@@ -18,14 +18,13 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import IO, Any
 
 from ..._version import __version__
 from ...errors import InputError, PackError
 from ...jit.cache.entry import ARTIFACT
 from ...jit.cache.installed_packs import GROUP, PACK
-from ...jit.cache.layers import Found, machine_name
+from ...jit.cache.layers import machine_name
 from ...jit.cache.pack_file import EARLIEST, write_archive
 from ...jit.compilation import nvcc, toolchain
 from ..files import checked_path, replacing
@@ -37,12 +36,15 @@ from .pack import (
     read_file,
     report_of,
     target_of,
+    without_files,
 )
 
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?", re.ASCII)
 _OWN = "flashattn_jit"
-_FOR_PEOPLE = frozenset({toolchain.SOURCE, nvcc.SOURCE, toolchain.LOG, toolchain.COMMAND})
+FOR_PEOPLE = frozenset({toolchain.SOURCE, nvcc.SOURCE, toolchain.LOG, toolchain.COMMAND})
+"""Files of an entry that only people read, a sixth of a wheel."""
+
 _CHUNK_BYTES = 1 << 20
 
 # What every manylinux policy allows, and libgomp.so.1, which torch brings under that name.
@@ -102,7 +104,8 @@ def pack_wheel(
         )
     folder = checked_path("directory", directory)
     check_output_path(folder / f"{package}-{version}.whl")
-    chosen = [_lean(one) for one in chosen_entries(manifest, targets, keys, allow_cpp)]
+    found = chosen_entries(manifest, targets, keys, allow_cpp)
+    chosen = [without_files(one, FOR_PEOPLE) for one in found]
     platform = platform_tag(
         read_file(one, ARTIFACT) for one in chosen if ARTIFACT in one.meta["files"]
     )
@@ -129,12 +132,6 @@ def pack_wheel(
         record += f"{info}/RECORD,,\n"
         _add(archive, f"{info}/RECORD", io.BytesIO(record.encode()))
     return report_of(path, chosen, begin)
-
-
-def _lean(one: Found) -> Found:
-    """An entry without what only people read, a sixth of a wheel."""
-    files = {name: said for name, said in one.meta["files"].items() if name not in _FOR_PEOPLE}
-    return replace(one, meta={**one.meta, "files": files})
 
 
 def _package(name: object) -> str:
