@@ -58,6 +58,7 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
     warp.copies.clear();
     fill_specials(warp);
   }
+  reset_warpgroups();
 }
 
 void Block::fill_specials(Warp& warp) {
@@ -135,10 +136,15 @@ uint8_t* Block::shared_inside(const Warp& warp, int lane, uint64_t address, unsi
 }
 
 uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
+  return shared_by(warp, lane, static_cast<uint32_t>(lane), address, bytes, access);
+}
+
+uint8_t* Block::shared_by(Warp& warp, int lane, uint32_t by, uint64_t address, unsigned bytes,
+                          Access access) {
   const bool reads = access == Access::read;
   uint8_t* at = shared_inside(warp, lane, address, bytes, reads ? "a read" : "a write");
   if (track_) {
-    const uint32_t offset = static_cast<uint32_t>(address), by = static_cast<uint32_t>(lane);
+    const uint32_t offset = static_cast<uint32_t>(address);
     const Conflict conflict = reads ? history_.read(warp.index, by, warp.current, offset, bytes)
                                     : history_.write(warp.index, by, warp.current, offset, bytes,
                                                      access == Access::atomic);
@@ -148,14 +154,8 @@ uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes
   return at;
 }
 
-uint8_t* Block::shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes) {
-  uint8_t* at = shared_inside(warp, lane, address, bytes, "a read");
-  if (track_) {
-    const Conflict conflict =
-        history_.read(warp.index, kAnyLane, warp.current, static_cast<uint32_t>(address), bytes);
-    if (conflict.kind != Conflict::Kind::none) report(warp, lane, conflict, "a read");
-  }
-  return at;
+uint8_t* Block::shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
+  return shared_by(warp, lane, kAnyLane, address, bytes, access);
 }
 
 void Block::report(const Warp& warp, int lane, const Conflict& conflict, const char* access) {

@@ -10,6 +10,7 @@
 #include "machine/fault.h"
 #include "machine/memory.h"
 #include "machine/races.h"
+#include "machine/warpgroups.h"
 #include "ptx/insn.h"
 
 namespace fajit::emulator {
@@ -35,7 +36,9 @@ struct Launch {
 
 enum class Access : uint8_t { read, write, atomic };
 
-enum class Wait : uint8_t { none, rendezvous, barrier };
+enum class Wait : uint8_t { none, rendezvous, barrier, registers };
+
+inline constexpr uint32_t kChunk = 16;  // bytes of an operand of wgmma that are adjacent
 
 struct AsyncCopy {
   uint8_t lane;
@@ -62,6 +65,8 @@ struct Warp {
   uint32_t barrier[kLanes] = {};  // barrier that a lane waits at
   std::vector<AsyncCopy> copies;  // not yet complete, in order of issue
   uint32_t committed[kLanes] = {};
+  WarpProducts products;
+  uint32_t register_count = 0;  // of a thread, as set by setmaxnreg
 
   uint32_t* words(uint32_t slot) const { return registers + slot; }
   uint64_t* longs(uint32_t slot) const { return reinterpret_cast<uint64_t*>(registers + slot); }
@@ -99,8 +104,9 @@ class Block {
   uint8_t* global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
                      unsigned align = 0);
   uint8_t* shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
-  // A row of ldmatrix, which all lanes read.
-  uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes);
+  // A row of ldmatrix or stmatrix, which all lanes access.
+  uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
+  const uint8_t* shared_memory() const { return shared_.data(); }
   uint8_t* local_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* param_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* at(Warp& warp, Space space, int lane, uint64_t address, unsigned bytes, Access access);
@@ -109,6 +115,12 @@ class Block {
   void commit_copies(Warp& warp, uint32_t mask);
   void wait_copies(Warp& warp, uint32_t mask, uint32_t pending);
   void wait_all_copies(Warp& warp, uint32_t mask);
+
+  // warpgroups.cpp
+  void execute_together(Warp& warp, const GroupEvent& event);
+  // chunks: the addresses of what it reads, in shared memory.
+  void issue_product(Warp& warp, const Insn& insn, Product product, const uint32_t* chunks);
+  void wait_products(Warp& warp, uint64_t pending);  // groups that may still be in flight
 
   void sync_warp(Warp& warp, uint32_t mask);  // bar.warp.sync: orders the accesses of its lanes
 
@@ -127,6 +139,15 @@ class Block {
   void arrive(Warp& warp, const Insn& insn, uint32_t mask);
   void release(uint32_t barrier);
   [[noreturn]] void report_deadlock();
+  // warpgroups.cpp
+  void reset_warpgroups();
+  void finish_warpgroups();
+  void check_registers(Warp& warp);  // that the current instruction shares with some wgmma
+  void hold_registers(Warp& warp, const Insn& insn, uint32_t serial);
+  void perform_products(Warp& warp, size_t count);
+  void step_products(Warp& warp);
+  bool set_register_count(Warp& warp, const Insn& insn);  // false: it has to wait
+  [[noreturn]] void fault_held(const Warp& warp, uint32_t serial, const std::string& access) const;
   // block.cpp
   void reset(uint32_t x, uint32_t y, uint32_t z);
   void fill_specials(Warp& warp);
@@ -135,6 +156,8 @@ class Block {
   template <class Done> void finish_copies(Warp& warp, Done done);
   FaultInfo describe(const Warp& warp, int lane, const std::string& kind,
                      const std::string& detail) const;
+  uint8_t* shared_by(Warp& warp, int lane, uint32_t by, uint64_t address, unsigned bytes,
+                     Access access);
   uint8_t* shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes,
                          const char* access);
   void report(const Warp& warp, int lane, const Conflict& conflict, const char* access);
@@ -150,6 +173,8 @@ class Block {
   std::vector<uint8_t> shared_, local_;
   std::vector<Variable> variables_;  // shared variables; the dynamic array has its actual size
   Barrier barriers_[kBarriers];
+  std::vector<Warpgroup> warpgroups_;
+  uint32_t free_registers_ = 0;  // for setmaxnreg.inc
   SharedHistory history_;
   bool track_ = false;
   uint32_t global_hint_ = 0;

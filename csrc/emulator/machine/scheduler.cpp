@@ -34,7 +34,7 @@ void Block::run(uint32_t x, uint32_t y, uint32_t z) {
       moved = run_warp(warp) || moved;
       alive = alive || warp.alive != 0;
     }
-    if (!alive) return;
+    if (!alive) return finish_warpgroups();
     if (!moved) report_deadlock();
   }
 }
@@ -66,6 +66,8 @@ bool Block::run_warp(Warp& warp) {
         const uint32_t guard = warp.predicate(insn.guard);
         active &= insn.guard_negated ? ~guard : guard;
       }
+      if ((insn.flags & kSharesHeld) != 0 && active != 0) check_registers(warp);
+      if (warp.products.drawing) step_products(warp);
       if (active == 0) {
         ++pc;
       } else if (insn.flow == Flow::straight ||
@@ -81,7 +83,8 @@ bool Block::run_warp(Warp& warp) {
         switch (insn.flow) {
           case Flow::table: insn.exec(warp, insn, active); break;  // sets warp.pc
           case Flow::exit: leave(warp, active); break;
-          case Flow::rendezvous: rendezvous(warp, insn, active); break;
+          case Flow::rendezvous:
+          case Flow::registers: rendezvous(warp, insn, active); break;
           case Flow::barrier: arrive(warp, insn, active); break;
           default: break;
         }
@@ -105,6 +108,10 @@ void Block::leave(Warp& warp, uint32_t mask) {
     fault(warp, __builtin_ctz(early), "dependency",
           "the thread ends without waiting for the kernel before, so the kernel after this one may "
           "start while that one runs");
+  if (!warp.products.in_flight.empty())
+    fault(warp, __builtin_ctz(mask), "in flight",
+          "the thread ends while the wgmma at " + source_of(warp.products.in_flight[0].pc) +
+              " may still be running: a wait is missing");
   warp.alive &= ~mask;
   // Lanes that wait in a rendezvous check again which lanes have not exited.
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -138,7 +145,12 @@ void Block::rendezvous(Warp& warp, const Insn& insn, uint32_t mask) {
     for (uint32_t others = needed; masks != nullptr && others != 0; others &= others - 1)
       if (masks[__builtin_ctz(others)] != members)
         fault(warp, lane, "member mask", "lanes meet here with different member masks");
-    insn.exec(warp, insn, needed);
+    if (insn.flow == Flow::registers && !set_register_count(warp, insn)) {
+      std::fill_n(warp.wait, kLanes, Wait::registers);
+      warp.blocked = kAllLanes;
+      return;
+    }
+    if (insn.exec != nullptr) insn.exec(warp, insn, needed);
     for (uint32_t others = needed; others != 0; others &= others - 1) {
       warp.wait[__builtin_ctz(others)] = Wait::none;
       warp.pc[__builtin_ctz(others)] = pc + 1;
@@ -241,6 +253,11 @@ void Block::report_deadlock() {
       rest &= ~same;
       if (first == nullptr) first = &warp, warp.current = pc;
       text += name + lanes(same) + " at " + source_of(pc) + ": " + kernel().mnemonics[pc];
+      if (warp.wait[lane] == Wait::registers)
+        text += ", " + std::to_string(kernel().code[pc].immediate) +
+                " registers for each of 32 threads, which have " +
+                std::to_string(warp.register_count) + "; the block has " +
+                std::to_string(free_registers_) + " free";
       if (warp.wait[lane] != Wait::barrier) continue;
       const Barrier& barrier = barriers_[warp.barrier[lane]];
       text += ", barrier " + std::to_string(warp.barrier[lane]) + ", " +

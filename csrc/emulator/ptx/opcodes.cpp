@@ -11,8 +11,9 @@ Decode decode_add, decode_sub, decode_mul, decode_mad, decode_div, decode_rem, d
     decode_rsqrt, decode_sin, decode_cos, decode_lg2, decode_ex2, decode_tanh, decode_setp,
     decode_selp, decode_slct, decode_cvt, decode_mov, decode_cvta, decode_ld, decode_st,
     decode_atom, decode_red, decode_nothing, decode_createpolicy, decode_cp, decode_mma,
-    decode_ldmatrix, decode_shfl, decode_vote, decode_redux, decode_activemask, decode_bra,
-    decode_brx, decode_exit, decode_trap, decode_bar, decode_griddepcontrol;
+    decode_ldmatrix, decode_stmatrix, decode_wgmma, decode_setmaxnreg, decode_shfl, decode_vote,
+    decode_redux, decode_activemask, decode_bra, decode_brx, decode_exit, decode_trap, decode_bar,
+    decode_griddepcontrol;
 
 // clang-format off
 // Cases: operands have the last type of the mnemonic, results the first, unless a type precedes the
@@ -188,6 +189,14 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"ldmatrix", "m8n8 x1 x2 x4 .trans b16", decode_ldmatrix,
        "8 x 8 matrices, a row at each lane's address",
        "test: matrix loads"},
+      {"stmatrix", "m8n8 x1 x2 x4 .trans b16", decode_stmatrix, "ldmatrix, but it stores",
+       "test: matrix stores"},
+      {"wgmma", "mma_async m64nNk16, f16 or bf16, f32; fence commit_group wait_group", decode_wgmma,
+       "D = A B + D as mma, asynchronous, of a warpgroup; A in registers or shared memory",
+       "test: warpgroup products"},
+      {"setmaxnreg", "inc dec u32", decode_setmaxnreg,
+       "takes registers from the block's pool, waiting for them, or returns them",
+       "test: register counts"},
       {"shfl", "sync up down bfly idx b32", decode_shfl, "a of another lane, p: it is in range",
        "test: shuffles"},
       {"vote", "sync all any uni ballot", decode_vote, "predicates of the members", "test: votes"},
