@@ -400,11 +400,20 @@ def test_atomics() -> None:
 
 def test_hints() -> None:
     lines = """
-    prefetch.global.L2 [%a0]; membar.gl; fence.acq_rel.gpu; fence.proxy.async; nanosleep.u32 20;
+    prefetch.global.L2 [%a0]; membar.gl; nanosleep.u32 20;
     createpolicy.fractional.L2::evict_first.b64 %w1, 1.0;
     ld.global.L2::cache_hint.u32 %r10, [%a0], %w1;
     """
     np.testing.assert_array_equal(per_lane(lines, LANES + 3, 1)[:, 0], 3)
+
+
+def test_fences() -> None:
+    """What they order is in test_tensor_copies.py; here, that they change nothing else."""
+    lines = """
+    fence.acq_rel.gpu; fence.proxy.async;
+    fence.proxy.async.shared::cta; fence.proxy.async.global; fence.mbarrier_init.release.cluster;
+    """
+    np.testing.assert_array_equal(per_lane(lines + "mov.u32 %r10, %r1;", LANES, 1)[:, 0], LANES)
 
 
 @pytest.mark.parametrize("overlaps", [None, ("array0",)])
@@ -418,8 +427,8 @@ def test_overlapping_launches(overlaps: tuple[str, ...] | None) -> None:
     assert data[1][0] == 3
 
 
-@pytest.mark.parametrize("moment", ["late", "early"])
-def test_asynchronous_copies(moment: str) -> None:
+@pytest.mark.parametrize("moment", ["late", "early", 1, 2])
+def test_asynchronous_copies(moment: Any) -> None:
     """Copy sizes, zeros beyond the source size, and a wait for the older of two groups."""
     body = """
     mov.u32 %r1, %laneid; mov.u32 %r2, buffer; shl.b32 %r3, %r1, 4; add.u32 %r4, %r2, %r3;

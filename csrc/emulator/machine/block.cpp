@@ -1,5 +1,6 @@
 // Set-up of a block, checked memory accesses, and the source locations in fault messages.
 #include <algorithm>
+#include <numeric>
 
 #include "machine/machine.h"
 
@@ -12,6 +13,7 @@ Block::Block(const Launch& launch) : launch_(launch) {
   const size_t stride = (kernel.register_words + 31) / 32 * 32;
   registers_.reset(new (kRegisterAlignment) uint32_t[stride * num_warps]());
   warps_.resize(num_warps);
+  turns_.resize(num_warps);
   variables_ = kernel.shared;
   shared_end_ = std::max(kernel.static_shared_end, kSharedBase);
   for (Variable& variable : variables_) {
@@ -45,6 +47,9 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
   position_[2] = z;
   steps_ = 0;
   history_.start();
+  generator_ = launch_.options.seed;
+  for (const uint32_t at : position_) generator_ = (generator_ ^ at) * 0xd1342543de82ef95ull + 1;
+  std::iota(turns_.begin(), turns_.end(), 0u);
   std::fill(std::begin(barriers_), std::end(barriers_), Barrier{});
   std::fill(shared_.begin(), shared_.end(), uint8_t{0xcd});
   std::fill(local_.begin(), local_.end(), uint8_t{0xcd});
@@ -165,19 +170,32 @@ void Block::report(const Warp& warp, int lane, const Conflict& conflict, const c
     fault_at(warp, lane, "uninitialised", "a read of shared memory that nothing has written",
              address);
   }
-  const std::string by = conflict.lane == kAnyLane
-                             ? "warp " + std::to_string(conflict.warp)
-                             : "thread " + thread_name(warps_[conflict.warp], conflict.lane);
+  const std::string where = source_of(conflict.pc);
+  std::string by = conflict.lane < kLanes
+                       ? "thread " + thread_name(warps_[conflict.warp], conflict.lane)
+                       : "warp " + std::to_string(conflict.warp);
   if (conflict.kind == Conflict::Kind::in_flight)
     fault_at(warp, lane, "in flight",
-             std::string(access) + " of bytes that a copy by " + by + ", issued at " +
-                 source_of(conflict.pc) + ", may still be writing: a wait is missing",
+             std::string(access) + " of bytes that " +
+                 (conflict.with_write ? "a copy by " : "an asynchronous operation of ") + by +
+                 ", issued at " + where + ", may still be " +
+                 (conflict.with_write ? "writing" : "reading") + ": a wait is missing",
+             address);
+  if (conflict.kind == Conflict::Kind::proxy)
+    fault_at(warp, lane, "proxy",
+             std::string(access) +
+                 " by the asynchronous proxy: fence.proxy.async is missing after " +
+                 (conflict.with_write ? "the write" : "the read") + " by " + by + " at " + where,
+             address);
+  if (conflict.warp >= kMaxWarps)
+    fault_at(warp, lane, "race",
+             std::string(access) + " of bytes of the copy issued at " + where +
+                 ", with no wait for the mbarrier that it completes",
              address);
   const bool same_warp = conflict.warp == warp.index;
   fault_at(warp, lane, "race",
            std::string(access) + " with no " + (same_warp ? "__syncwarp" : "barrier") + " since " +
-               (conflict.with_write ? "the write" : "the read") + " by " + by + " at " +
-               source_of(conflict.pc),
+               (conflict.with_write ? "the write" : "the read") + " by " + by + " at " + where,
            address);
 }
 
@@ -226,6 +244,10 @@ uint8_t* Block::at(Warp& warp, Space space, int lane, uint64_t address, unsigned
 }
 
 void Block::sync_warp(Warp& warp, uint32_t mask) { history_.meet(warp.index, mask); }
+
+void Block::fence_proxy(Warp& warp, uint32_t mask) {
+  history_.fence(warp.index, mask == warp.alive ? kAllLanes : mask);
+}
 
 std::string Block::source_of(uint32_t pc) const {
   const Location& where = kernel().source_locations[kernel().locations[pc]];

@@ -1,5 +1,5 @@
-// Asynchronous copies (cp.async) of a warp: queued at issue, performed at issue or as late as
-// allowed.
+// Asynchronous copies (cp.async) of a warp: queued at issue, performed at issue or when they are
+// waited for.
 #include <algorithm>
 
 #include "machine/machine.h"
@@ -23,9 +23,10 @@ void Block::issue_copy(Warp& warp, const AsyncCopy& copy) {
     if (conflict.kind != Conflict::Kind::none)
       report(warp, copy.lane, conflict, "a copy into bytes");
   }
-  if (!launch_.options.late_copies) perform(copy);
   warp.copies.push_back(copy);
   warp.copies.back().group = warp.committed[copy.lane];
+  warp.copies.back().performed = completes_at_issue();
+  if (warp.copies.back().performed) perform(copy);
 }
 
 void Block::commit_copies(Warp& warp, uint32_t mask) {
@@ -36,7 +37,7 @@ template <class Done> void Block::finish_copies(Warp& warp, Done done) {
   auto kept = warp.copies.begin();
   for (AsyncCopy& copy : warp.copies) {
     if (done(copy)) {
-      if (launch_.options.late_copies) perform(copy);
+      if (!copy.performed) perform(copy);
       if (track_) history_.land(warp.index, copy.lane, copy.pc, copy.shared, copy.bytes);
     } else {
       *kept++ = copy;

@@ -15,8 +15,13 @@
 
 namespace fajit::emulator {
 
+// When asynchronous operations take effect: as late as waits allow, when they are issued, or at
+// drawn moments. Warps run in a drawn order too in the last case.
+enum class Completion : uint8_t { late, early, random };
+
 struct Options {
-  bool late_copies = true;  // cp.async writes when it is waited for, otherwise when it is issued
+  Completion completion = Completion::late;
+  uint64_t seed = 0;  // of random completion
   bool check_races = true;
   bool check_uninitialised = true;         // report reads of shared memory that was never written
   uint64_t step_limit = 4'000'000'000ull;  // warp instructions of one block
@@ -47,6 +52,7 @@ struct AsyncCopy {
   uint32_t pc;
   uint32_t shared;  // offset
   uint64_t source;
+  bool performed;  // the bytes are written; the copy may still be in flight for who reads them
 };
 
 class Block;
@@ -79,7 +85,7 @@ struct Barrier {
   uint32_t expected = 0;  // 0: no thread waits
   uint32_t votes = 0;     // threads whose predicate is true
   uint32_t pc = 0;        // of the first arrival
-  Clocks clocks;          // joined clocks of the warps that arrived
+  Order order;            // joined clocks of the warps that arrived
 };
 
 inline constexpr int kBarriers = 16;
@@ -122,7 +128,12 @@ class Block {
   void issue_product(Warp& warp, const Insn& insn, Product product, const uint32_t* chunks);
   void wait_products(Warp& warp, uint64_t pending);  // groups that may still be in flight
 
-  void sync_warp(Warp& warp, uint32_t mask);  // bar.warp.sync: orders the accesses of its lanes
+  void sync_warp(Warp& warp, uint32_t mask);    // bar.warp.sync: orders the accesses of its lanes
+  void fence_proxy(Warp& warp, uint32_t mask);  // fence.proxy.async
+
+  // Whether an asynchronous operation that is issued now takes effect at once.
+  bool completes_at_issue();
+  uint32_t draw(uint32_t n);  // a number below n, from the seed and the block's position
 
   [[noreturn]] void fault(const Warp& warp, int lane, const std::string& kind,
                           const std::string& detail) const;
@@ -163,6 +174,8 @@ class Block {
   void report(const Warp& warp, int lane, const Conflict& conflict, const char* access);
   const Variable* shared_variable(uint64_t address) const;
 
+  bool random() const { return launch_.options.completion == Completion::random; }
+
   const Launch& launch_;
   uint32_t position_[3] = {0, 0, 0};
   uint32_t num_threads_ = 0;
@@ -179,6 +192,8 @@ class Block {
   bool track_ = false;
   uint32_t global_hint_ = 0;
   uint64_t steps_ = 0;
+  uint64_t generator_ = 0;
+  std::vector<uint32_t> turns_;  // warps, in the order in which they run
 };
 
 }  // namespace fajit::emulator

@@ -1,6 +1,7 @@
 // Scheduling of threads. Each thread has its own program counter. In a warp, the threads with the
 // lowest one run together until they reach the next other thread, so divergent threads reconverge
-// where the control flow does. Warps run in turn, each until it waits or its time slice ends.
+// where the control flow does. Warps run in turn, each until it waits or its time slice ends; where
+// asynchronous operations complete at random moments, in a drawn order and for drawn times.
 #include <algorithm>
 #include <string>
 
@@ -9,7 +10,7 @@
 namespace fajit::emulator {
 namespace {
 
-constexpr uint32_t kTurn = 1u << 14;  // instructions of a warp before the next warp runs
+constexpr uint32_t kTurnBits = 14;  // of the instructions of a warp before the next warp runs
 
 void set_lane(uint32_t& predicate, int lane, bool value) {
   predicate = (predicate & ~(1u << lane)) | static_cast<uint32_t>(value) << lane;
@@ -27,9 +28,13 @@ bool is_for_all(const Warp& warp, const Insn& insn) {
 
 void Block::run(uint32_t x, uint32_t y, uint32_t z) {
   reset(x, y, z);
+  const uint32_t num_warps = static_cast<uint32_t>(warps_.size());
   for (;;) {
     bool alive = false, moved = false;
-    for (Warp& warp : warps_) {
+    for (uint32_t i = num_warps - 1; random() && i > 0; --i)
+      std::swap(turns_[i], turns_[draw(i + 1)]);
+    for (const uint32_t index : turns_) {
+      Warp& warp = warps_[index];
       if (warp.alive == 0) continue;
       moved = run_warp(warp) || moved;
       alive = alive || warp.alive != 0;
@@ -39,13 +44,25 @@ void Block::run(uint32_t x, uint32_t y, uint32_t z) {
   }
 }
 
+uint32_t Block::draw(uint32_t n) {  // splitmix64
+  uint64_t bits = generator_ += 0x9e3779b97f4a7c15ull;
+  bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9ull;
+  bits = (bits ^ bits >> 27) * 0x94d049bb133111ebull;
+  return static_cast<uint32_t>(((bits ^ bits >> 31) >> 32) * n >> 32);
+}
+
+bool Block::completes_at_issue() {
+  return random() ? draw(2) != 0 : launch_.options.completion == Completion::early;
+}
+
 bool Block::run_warp(Warp& warp) {
   const Insn* code = kernel().code.data();
-  uint32_t left = kTurn;
+  const uint32_t turn = random() ? 1 + draw(2u << draw(kTurnBits)) : 1u << kTurnBits;
+  uint32_t left = turn;
   while (left > 0) {
     // Find the lowest program counter, its lanes, and the next lowest.
     const uint32_t runnable = warp.alive & ~warp.blocked;
-    if (runnable == 0) return left < kTurn;
+    if (runnable == 0) return left < turn;
     uint32_t pc = ~0u, other = ~0u, mask = 0;
     for (uint32_t rest = runnable; rest != 0; rest &= rest - 1)
       pc = std::min(pc, warp.pc[__builtin_ctz(rest)]);
@@ -95,7 +112,7 @@ bool Block::run_warp(Warp& warp) {
       }
     }
   }
-  steps_ += kTurn;
+  steps_ += turn;
   if (steps_ > launch_.options.step_limit)
     fault(warp, 0, "no progress",
           "the block ran for " + std::to_string(steps_) + " instructions; is it waiting for " +
@@ -193,7 +210,7 @@ void Block::arrive(Warp& warp, const Insn& insn, uint32_t mask) {
                 source_of(warp.pc[lane]) + " too");
   barrier.threads += static_cast<uint32_t>(__builtin_popcount(mask));
   barrier.arrived += static_cast<uint32_t>(__builtin_popcount(mask));
-  history_.arrive(warp.index, barrier.clocks);
+  history_.arrive(warp.index, barrier.order);
   if (insn.slots[2] != kNoSlot)
     barrier.votes += static_cast<uint32_t>(__builtin_popcount(
         (warp.predicate(insn.slots[2]) ^ (insn.immediate != 0 ? ~0u : 0u)) & mask));
@@ -229,7 +246,7 @@ void Block::release(uint32_t id) {
       warp.blocked &= ~(1u << lane);
       ++warp.pc[lane];
     }
-    if (waited) history_.leave(warp.index, barriers_[id].clocks);
+    if (waited) history_.leave(warp.index, barriers_[id].order);
   }
   barriers_[id] = Barrier{};
 }

@@ -10,10 +10,10 @@ Decode decode_add, decode_sub, decode_mul, decode_mad, decode_div, decode_rem, d
     decode_clz, decode_prmt, decode_lop3, decode_fma, decode_copysign, decode_rcp, decode_sqrt,
     decode_rsqrt, decode_sin, decode_cos, decode_lg2, decode_ex2, decode_tanh, decode_setp,
     decode_selp, decode_slct, decode_cvt, decode_mov, decode_cvta, decode_ld, decode_st,
-    decode_atom, decode_red, decode_nothing, decode_createpolicy, decode_cp, decode_mma,
-    decode_ldmatrix, decode_stmatrix, decode_wgmma, decode_setmaxnreg, decode_shfl, decode_vote,
-    decode_redux, decode_activemask, decode_bra, decode_brx, decode_exit, decode_trap, decode_bar,
-    decode_griddepcontrol;
+    decode_atom, decode_red, decode_nothing, decode_fence, decode_createpolicy, decode_cp,
+    decode_mma, decode_ldmatrix, decode_stmatrix, decode_wgmma, decode_setmaxnreg, decode_shfl,
+    decode_vote, decode_redux, decode_activemask, decode_bra, decode_brx, decode_exit, decode_trap,
+    decode_bar, decode_griddepcontrol;
 
 // clang-format off
 // Cases: operands have the last type of the mnemonic, results the first, unless a type precedes the
@@ -176,7 +176,9 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"red", "b/s/u 32 64, f32 f64", decode_red, "atom without its result", "test: atomics"},
       {"prefetch", "", decode_nothing, "a hint", "test: hints"},
       {"membar", "", decode_nothing, "accepted: warps of a block run one at a time", "test: hints"},
-      {"fence", "", decode_nothing, "accepted, likewise", "test: hints"},
+      {"fence", "", decode_fence,
+       "proxy.async: what follows may use shared memory asynchronously; others as membar",
+       "test: fences"},
       {"nanosleep", "", decode_nothing, "accepted: time is not modelled", "test: hints"},
       {"createpolicy", "b64", decode_createpolicy, "a policy without effect", "test: hints"},
       {"cp", "async .ca .cg, 4 8 16 bytes", decode_cp,
