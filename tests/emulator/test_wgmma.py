@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from flashattn_jit.errors import EmulatorError, EmulatorFault
-from tests.emulator.harness import kernel, launch
-from tests.emulator.products import Product, run
+from tests.emulator.harness import compile_cuda, kernel, launch
+from tests.emulator.products import Operand, Product, accumulator_places, bits, run
+from tests.harness.toolkit import needs_nvcc
 
 FENCE = "wgmma.fence.sync.aligned;"
 COMMIT = "wgmma.commit_group.sync.aligned;"
@@ -319,11 +321,11 @@ INC, DEC = "setmaxnreg.inc.sync.aligned.u32 {};", "setmaxnreg.dec.sync.aligned.u
 def test_register_counts_are_taken_from_what_was_returned() -> None:
     counts(DEC.format(24), INC.format(240), threads=384)  # 168 each before
     counts(INC.format(256), DEC.format(240))
-    counts(INC.format(248) + DEC.format(24), DEC.format(240) + INC.format(256))
+    counts(INC.format(176) + DEC.format(24), DEC.format(160) + INC.format(240), threads=384)
     with pytest.raises(EmulatorFault, match="deadlock") as caught:
         counts(DEC.format(32), INC.format(240), threads=384)
     text = str(caught.value)
-    assert "240 registers for each of 32 threads, which have 168; the block has 512 free" in text
+    assert "240 registers for each of 32 threads, which have 168; the block has 1280 free" in text
 
 
 def test_register_counts_change_in_their_direction() -> None:
@@ -342,3 +344,133 @@ def test_register_counts_are_those_of_a_warpgroup() -> None:
         with pytest.raises(EmulatorFault) as caught:
             counts(lines, "")
         assert caught.value.kind == "warpgroup"
+
+
+# Kernels of nvcc
+
+TILES = 3
+CHAINED = """
+#include <cstdint>
+#include <cuda_bf16.h>
+__device__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ void wait(float (&s)[32], float (&o)[32], uint32_t (&p)[16]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+  // Keeps the compiler from moving accesses of these registers before the wait.
+  for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i]), "+f"(o[i])::"memory");
+  for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(p[i])::"memory");
+}
+__device__ void multiply(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;"
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {ACCUMULATORS}, %32, %33, p, 1, 1, 0, 0;}"
+    : OUTPUTS : "l"(a), "l"(b), "r"(accumulate));
+}
+__device__ void multiply(float (&d)[32], const uint32_t* a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {ACCUMULATORS}, "
+    "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+    : OUTPUTS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ uint64_t descriptor(const void* at, uint64_t leading, uint64_t stride) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(at));
+  return address >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | uint64_t{1} << 62;
+}
+// O = sum over tiles of (Q K^T / 8) V, of 64 rows each; images are as shared memory holds them.
+extern "C" __global__ void chained(const uint4* q, const uint4* kv, float* out) {
+  extern __shared__ __align__(1024) uint4 tiles[];
+  for (int i = threadIdx.x; i < 512; i += 128) tiles[i] = q[i];
+  for (int i = threadIdx.x; i < 1024 * TILES; i += 128) tiles[512 + i] = kv[i];
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __syncthreads();
+  float s[32], o[32] = {};
+  uint32_t p[16] = {};
+  auto scores = [&](int tile) {
+    fence();
+    for (int k = 0; k < 4; ++k)
+      multiply(s, descriptor(tiles + 2 * k, 16, 1024),
+               descriptor(tiles + 512 * (1 + 2 * tile) + 2 * k, 16, 1024), k != 0);
+    commit();
+  };
+  auto pack = [&](uint32_t (&to)[16]) {
+    for (int i = 0; i < 16; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(s[2 * i] / 8, s[2 * i + 1] / 8);
+      to[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  };
+  auto output = [&](int tile) {
+    fence();
+    for (int k = 0; k < 4; ++k)
+      multiply(o, p + 4 * k, descriptor(tiles + 512 * (2 + 2 * tile) + 128 * k, 8192, 1024));
+    commit();
+  };
+  scores(0);
+  wait<0>(s, o, p);
+  pack(p);
+#pragma unroll 1
+  for (int tile = 1; tile < TILES; ++tile) {
+    uint32_t next[16];
+    scores(tile);
+    output(tile - 1);
+    wait<1>(s, o, p);  // for the scores
+    pack(next);
+    wait<0>(s, o, p);  // for the output
+    for (int i = 0; i < 16; ++i) p[i] = next[i];
+  }
+  output(TILES - 1);
+  wait<0>(s, o, p);  // for all
+  for (int i = 0; i < 32; ++i) out[threadIdx.x * 32 + i] = o[i];
+}
+"""
+
+
+def chained(edit: Callable[[str], str] = str, **options: Any) -> None:
+    """Runs the kernel, whose PTX is edited; values are exact."""
+    source = (
+        CHAINED
+        .replace("ACCUMULATORS", ", ".join(f"%{i}" for i in range(32)))
+        .replace("OUTPUTS", ", ".join(f'"+f"(d[{i}])' for i in range(32)))
+        .replace("TILES", str(TILES))
+    )
+    generator = np.random.default_rng(0)
+    q, *tiles = (generator.integers(-2, 3, (64, 64)) / 2.0 for _ in range(1 + 2 * TILES))
+    keys, values = tiles[::2], tiles[1::2]
+    k_major, mn_major = Operand(64, 64), Operand(64, 64, mn_major=True)
+    images = [np.zeros(4096, np.uint16) for _ in range(1 + 2 * TILES)]
+    images[0][k_major.addresses() // 2] = bits(q, "bf16")
+    for i in range(TILES):
+        images[1 + 2 * i][k_major.addresses() // 2] = bits(keys[i], "bf16")
+        images[2 + 2 * i][mn_major.addresses() // 2] = bits(values[i].T, "bf16")
+    out = np.zeros((128, 32), np.float32)
+    data = [images[0], np.concatenate(images[1:]), out]
+    shared = 8192 * (1 + 2 * TILES)
+    text = compile_cuda(source, "sm_90a")
+    launch(edit(text), data, name="chained", block=(128, 1, 1), shared_bytes=shared, **options)
+    exact = sum((q @ k.T / 8 @ v for k, v in zip(keys, values, strict=True)), np.zeros((64, 64)))
+    np.testing.assert_array_equal(out, exact[accumulator_places(64)].astype(np.float32))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("moment", ["late", "early", 1, 2, 3])
+def test_kernels_of_nvcc(moment: Any) -> None:
+    chained(async_copies=moment)
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("line", "which", "new", "words"),
+    [
+        ("wgmma.wait_group.sync.aligned", 1, "// ", "a read of an accumulator"),  # for the scores
+        ("wgmma.wait_group.sync.aligned", 2, "// ", "a write of an A register"),  # for the output
+        ("wgmma.wait_group.sync.aligned", 3, "// ", "a read of an accumulator"),  # for all
+        ("wgmma.wait_group.sync.aligned 0", 2, WAIT.replace("0", "1 //"), "a read of an accum"),
+        ("wgmma.fence.sync.aligned", 2, "// ", "an A register was accessed at"),
+        ("fence.proxy.async", 0, "// ", "fence.proxy.async is missing"),
+    ],
+)
+def test_mistakes_in_kernels_of_nvcc(line: str, which: int, new: str, words: str) -> None:
+    def edit(text: str) -> str:
+        parts = text.split(line)
+        return line.join(parts[: which + 1]) + new + line.join(parts[which + 1 :])
+
+    with pytest.raises(EmulatorFault, match=words) as caught:
+        chained(edit)
+    assert ".cu:" in caught.value.source

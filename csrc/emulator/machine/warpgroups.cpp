@@ -7,7 +7,7 @@
 namespace fajit::emulator {
 namespace {
 
-constexpr uint32_t kBlockRegisters = 65536, kMostRegisters = 255;
+constexpr uint32_t kBlockRegisters = 65536, kMostRegisters = 256;
 
 }  // namespace
 

@@ -27,12 +27,13 @@ const uint32_t* gather(const uint8_t* shared, const uint32_t* chunks, int rows, 
   const int along = mn_major ? rows / 8 : 2;  // chunks of a column, or of a row
   for (int i = 0; i < 2 * rows; ++i) {
     uint16_t bits[8];
+    float values[8];
     std::memcpy(bits, shared + chunks[i], kChunk);
+    for (int j = 0; j < 8; ++j) values[j] = to_element(bits[j], half);
     const int major = i / along, minor = i % along * 8;
     for (int j = 0; j < 8; ++j) {
-      const float value = to_element(bits[j], half);
-      if (mn_major) put(minor + j, major, value);
-      else put(major, minor + j, value);
+      if (mn_major) put(minor + j, major, values[j]);
+      else put(major, minor + j, values[j]);
     }
   }
   return chunks + 2 * rows;
