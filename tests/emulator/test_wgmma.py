@@ -461,8 +461,8 @@ def test_kernels_of_nvcc(moment: Any) -> None:
         ("wgmma.wait_group.sync.aligned", 1, "// ", "a read of an accumulator"),  # for the scores
         ("wgmma.wait_group.sync.aligned", 2, "// ", "a write of an A register"),  # for the output
         ("wgmma.wait_group.sync.aligned", 3, "// ", "a read of an accumulator"),  # for all
-        ("wgmma.wait_group.sync.aligned 0", 2, WAIT.replace("0", "1 //"), "a read of an accum"),
-        ("wgmma.fence.sync.aligned", 2, "// ", "an A register was accessed at"),
+        ("wgmma.wait_group.sync.aligned 0", 2, WAIT.replace("0;", "1; //"), "a read of an accum"),
+        ("wgmma.fence.sync.aligned", 3, "// ", "an A register was accessed at"),
         ("fence.proxy.async", 0, "// ", "fence.proxy.async is missing"),
     ],
 )
