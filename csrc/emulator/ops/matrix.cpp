@@ -73,11 +73,8 @@ void load_matrices(Warp& warp, const Insn& insn, uint32_t) {
     for (int r = 0; r < 8; ++r) {
       const int lane = 8 * i + r;
       const uint64_t address = address_of(warp, insn, 1, lane);
-      const bool generic = insn.space == Space::generic;
-      if (generic && (address & kWindowMask) != kSharedWindow)
-        block.fault_at(warp, lane, "out of bounds", "ldmatrix reads shared memory only", address);
       const uint8_t* from =
-          block.shared_row(warp, lane, generic ? address - kSharedWindow : address, 16);
+          block.shared_row(warp, lane, block.shared_offset(warp, lane, insn.space, address), 16);
       std::memcpy(rows[i][r], from, 16);
     }
   for (int i = 0; i < insn.count; ++i) {

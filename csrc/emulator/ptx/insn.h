@@ -27,6 +27,7 @@ enum class Flow : uint8_t {
   exit,
   rendezvous,  // waits for the lanes of a member mask, then exec
   barrier,     // waits for the other warps of the block
+  wait,        // exec suspends lanes, or moves their program counters on
 };
 
 enum InsnFlags : uint8_t {
