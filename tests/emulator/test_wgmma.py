@@ -1,4 +1,4 @@
-"""Asynchronous products of warpgroups: their values in every layout, and mistakes that are found."""
+"""Asynchronous products of warpgroups: values in every layout, and mistakes that are found."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_forms_that_do_not_exist(old: str, new: str, words: str) -> None:
 @pytest.mark.parametrize("target", ["sm_90", "sm_100a"])
 def test_only_sm_90a_has_them(target: str) -> None:
     for line in (FENCE, "setmaxnreg.inc.sync.aligned.u32 24;"):
-        with pytest.raises(EmulatorError, match="needs PTX ISA 8.0 and sm_90a"):
+        with pytest.raises(EmulatorError, match=r"needs PTX ISA 8\.0 and sm_90a"):
             launch(kernel(line, 0, target), [], block=(128, 1, 1))
 
 
@@ -334,7 +334,7 @@ def test_register_counts_change_in_their_direction() -> None:
             counts(lines, DEC.format(24), threads=384)
         assert caught.value.kind == "registers"
     for count in (16, 100, 264):
-        with pytest.raises(EmulatorError, match="operand 0 is not a const|not a multiple of 8"):
+        with pytest.raises(EmulatorError, match=r"operand 0 is not a const|not a multiple of 8"):
             counts(INC.format(count), "")
 
 
@@ -425,8 +425,7 @@ extern "C" __global__ void chained(const uint4* q, const uint4* kv, float* out) 
 def chained(edit: Callable[[str], str] = str, **options: Any) -> None:
     """Runs the kernel, whose PTX is edited; values are exact."""
     source = (
-        CHAINED
-        .replace("ACCUMULATORS", ", ".join(f"%{i}" for i in range(32)))
+        CHAINED.replace("ACCUMULATORS", ", ".join(f"%{i}" for i in range(32)))
         .replace("OUTPUTS", ", ".join(f'"+f"(d[{i}])' for i in range(32)))
         .replace("TILES", str(TILES))
     )

@@ -51,6 +51,8 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
   for (const uint32_t at : position_) generator_ = (generator_ ^ at) * 0xd1342543de82ef95ull + 1;
   std::iota(turns_.begin(), turns_.end(), 0u);
   std::fill(std::begin(barriers_), std::end(barriers_), Barrier{});
+  mbarriers_.clear();
+  copy_arrivals_.clear();
   std::fill(shared_.begin(), shared_.end(), uint8_t{0xcd});
   std::fill(local_.begin(), local_.end(), uint8_t{0xcd});
   for (Warp& warp : warps_) {
@@ -61,6 +63,7 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
     std::fill_n(warp.wait, kLanes, Wait::none);
     std::fill_n(warp.committed, kLanes, 0u);
     warp.copies.clear();
+    warp.issued = 0;
     fill_specials(warp);
   }
   reset_warpgroups();
@@ -125,6 +128,20 @@ const Variable* Block::shared_variable(uint64_t address) const {
   return nullptr;
 }
 
+const Variable* Block::variable_before(int64_t offset) const {
+  const Variable* best = nullptr;
+  for (const Variable& variable : variables_)
+    if (best == nullptr || offset >= static_cast<int64_t>(variable.offset)) best = &variable;
+  return best;
+}
+
+uint32_t Block::shared_offset(const Warp& warp, int lane, Space space, uint64_t address) const {
+  const uint64_t offset = space == Space::generic ? address - kSharedWindow : address;
+  if (offset != static_cast<uint32_t>(offset))
+    fault_at(warp, lane, "out of bounds", "the address is not one of shared memory", address);
+  return static_cast<uint32_t>(offset);
+}
+
 uint8_t* Block::shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes,
                               const char* access) {
   if (address % bytes != 0)
@@ -180,6 +197,10 @@ void Block::report(const Warp& warp, int lane, const Conflict& conflict, const c
                  (conflict.with_write ? "a copy by " : "an asynchronous operation of ") + by +
                  ", issued at " + where + ", may still be " +
                  (conflict.with_write ? "writing" : "reading") + ": a wait is missing",
+             address);
+  if (conflict.kind == Conflict::Kind::mbarrier)
+    fault_at(warp, lane, "mbarrier",
+             std::string(access) + " of bytes of the mbarrier that was initialised at " + where,
              address);
   if (conflict.kind == Conflict::Kind::proxy)
     fault_at(warp, lane, "proxy",
@@ -294,9 +315,7 @@ void Block::fault_at(const Warp& warp, int lane, const std::string& kind, const 
   info.address = address;
   if ((address & kWindowMask) == kSharedWindow) {
     const int64_t offset = static_cast<int64_t>(address - kSharedWindow);
-    const Variable* best = nullptr;
-    for (const Variable& variable : variables_)
-      if (best == nullptr || offset >= static_cast<int64_t>(variable.offset)) best = &variable;
+    const Variable* best = variable_before(offset);
     info.allocation = best == nullptr ? "shared memory" : "shared " + best->name;
     info.offset = best == nullptr ? offset : offset - static_cast<int64_t>(best->offset);
   } else if ((address & kWindowMask) == kLocalWindow) {

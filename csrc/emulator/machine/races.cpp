@@ -6,10 +6,10 @@ namespace fajit::emulator {
 namespace {
 
 constexpr uint8_t kAtomic = 0x80;
-constexpr uint32_t kEveryLane = 0xffffffffu;
 constexpr uint32_t kLastClock = (1u << 26) - (1u << 20);
 // Of a byte's use; smaller values count asynchronous readers.
-constexpr uint16_t kWriting = 0xffff;
+constexpr uint16_t kReserved = 0xfffe, kWriting = 0xffff;
+constexpr uint32_t kMbarrierBytes = 8;
 
 }  // namespace
 
@@ -81,6 +81,7 @@ Conflict SharedHistory::with_write(Conflict::Kind kind, uint32_t at) const {
 
 Conflict SharedHistory::with_use(uint32_t at) const {
   if (use_[at] == kWriting) return with_write(Conflict::Kind::in_flight, at);
+  if (use_[at] == kReserved) return with_write(Conflict::Kind::mbarrier, at);
   Conflict result{Conflict::Kind::in_flight, false, 0, kAnyLane, 0, at};
   uint64_t latest = 0;  // an asynchronous read, if ordinary ones have not replaced it
   for (uint32_t warp = 0; warp < warps_; ++warp) {
@@ -104,9 +105,8 @@ Conflict SharedHistory::read(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t
   Conflict result;
   for (uint32_t at = offset; at < offset + bytes; ++at) {
     const uint32_t stamp = write_stamp_[at];
-    if (use_[at] == kWriting) {
-      result.kind = Conflict::Kind::in_flight;
-    } else if (stamp >> 6 < begin_) {
+    if (use_[at] >= kReserved) return with_use(at);
+    if (stamp >> 6 < begin_) {
       if (result.kind == Conflict::Kind::none)
         result.kind = Conflict::Kind::unwritten, result.byte = at;
     } else if (races_ && !ordered(state, warp, lane, write_agent_[at] & ~kAtomic, stamp)) {
@@ -151,10 +151,10 @@ Conflict SharedHistory::launch(uint32_t warp, uint32_t lane, uint32_t pc, uint32
   return result;
 }
 
-void SharedHistory::land(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
+void SharedHistory::land(uint32_t warp, uint32_t lane, uint32_t clock, uint32_t pc, uint32_t offset,
                          uint32_t bytes) {
   std::fill_n(use_.begin() + offset, bytes, uint16_t{0});
-  std::fill_n(write_stamp_.begin() + offset, bytes, states_[warp].clock << 6 | lane);
+  std::fill_n(write_stamp_.begin() + offset, bytes, clock << 6 | lane);
   std::fill_n(write_agent_.begin() + offset, bytes, static_cast<uint8_t>(warp));
   std::fill_n(write_pc_.begin() + offset, bytes, pc);
 }
@@ -168,7 +168,7 @@ Conflict SharedHistory::begin_async_read(uint32_t warp, uint32_t pc, uint32_t of
   for (uint32_t at = offset; at < offset + bytes; ++at) {
     const uint32_t stamp = write_stamp_[at];
     const uint32_t writer = write_agent_[at] & ~uint32_t{kAtomic};
-    if (use_[at] == kWriting) return with_use(at);
+    if (use_[at] >= kReserved) return with_use(at);
     if (stamp >> 6 < begin_) {
       if (result.kind == Conflict::Kind::none)
         result.kind = Conflict::Kind::unwritten, result.byte = at;
@@ -215,16 +215,36 @@ Conflict SharedHistory::begin_async_write(uint32_t warp, uint32_t lane, uint32_t
 }
 
 void SharedHistory::end_async_write(uint32_t agent, uint32_t pc, uint32_t offset, uint32_t bytes) {
-  std::fill_n(use_.begin() + offset, bytes, uint16_t{0});
-  std::fill_n(write_stamp_.begin() + offset, bytes, phases_[agent] << 6 | kAnyLane);
-  std::fill_n(write_agent_.begin() + offset, bytes, static_cast<uint8_t>(agent));
-  std::fill_n(write_pc_.begin() + offset, bytes, pc);
+  land(agent, kAnyLane, phases_[agent], pc, offset, bytes);
+}
+
+void SharedHistory::reserve(uint32_t offset) {
+  if (races_) std::fill_n(use_.begin() + offset, kMbarrierBytes, kReserved);
+}
+
+void SharedHistory::release(uint32_t offset) {
+  std::fill_n(use_.begin() + offset, kMbarrierBytes, uint16_t{0});
+}
+
+// An ordinary read of the mbarrier's bytes, and one by the asynchronous proxy.
+Conflict SharedHistory::use(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
+                            bool asynchronous) {
+  release(offset);
+  const Conflict result = read(warp, lane, pc, offset, kMbarrierBytes);
+  reserve(offset);
+  const bool ready = !races_ || fenced(states_[warp], write_agent_[offset], write_stamp_[offset]);
+  if (result.kind != Conflict::Kind::none || !asynchronous || ready) return result;
+  return with_write(Conflict::Kind::proxy, offset);
+}
+
+void SharedHistory::complete(uint32_t agent, Order& phase) {
+  phase.known.raise(agent, phases_[agent]++);
 }
 
 void SharedHistory::meet(uint32_t warp, uint32_t lanes) {
   WarpState& state = states_[warp];
   const uint32_t clock = state.clock++;
-  if (lanes == 0xffffffffu) {
+  if (lanes == kEveryLane) {
     state.lanes_known = clock;
     state.partial = false;
     return;
@@ -243,9 +263,9 @@ void SharedHistory::meet(uint32_t warp, uint32_t lanes) {
     if ((lanes >> i & 1) != 0) std::copy_n(joined, 32, state.by_lane[i]);
 }
 
-void SharedHistory::arrive(uint32_t warp, Order& barrier) {
+void SharedHistory::arrive(uint32_t warp, uint32_t lanes, Order& barrier) {
   if (fences_) barrier.fenced.join(states_[warp].fenced);
-  share(warp, kEveryLane, barrier.known);
+  share(warp, lanes, barrier.known);
 }
 
 void SharedHistory::leave(uint32_t warp, const Order& barrier) {

@@ -20,7 +20,8 @@
 namespace fajit::emulator {
 
 inline constexpr int kMaxWarps = 32;
-inline constexpr int kAgents = 128;       // warps, then mbarriers
+inline constexpr int kAgents = 128;  // warps, then mbarriers
+inline constexpr uint32_t kEveryLane = 0xffffffffu;
 inline constexpr uint32_t kAnyLane = 63;  // several lanes, or the whole warp at once
 // Of reads by asynchronous operations that the warp waited for: every lane knows them.
 inline constexpr uint32_t kAsyncLane = 32;
@@ -51,7 +52,7 @@ class Clocks {
 struct Order { Clocks known, fenced; };
 
 struct Conflict {
-  enum class Kind : uint8_t { none, unwritten, in_flight, race, proxy };
+  enum class Kind : uint8_t { none, unwritten, in_flight, mbarrier, race, proxy };
   Kind kind = Kind::none;
   bool with_write = false;  // the other access was a write
   uint32_t warp = 0;        // or agent
@@ -72,7 +73,9 @@ class SharedHistory {
                  bool atomic);
   // launch: a copy is issued; it is a write, and the bytes are in flight until it lands.
   Conflict launch(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes);
-  void land(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes);
+  // The write then counts as one of the lane at this clock.
+  void land(uint32_t warp, uint32_t lane, uint32_t clock, uint32_t pc, uint32_t offset,
+            uint32_t bytes);
 
   // An asynchronous operation that the warp issues reads the bytes from begin to end: no write may
   // come between. From then on it is a read by the warp.
@@ -85,10 +88,18 @@ class SharedHistory {
                              uint32_t bytes);
   void end_async_write(uint32_t agent, uint32_t pc, uint32_t offset, uint32_t bytes);
 
-  void meet(uint32_t warp, uint32_t lanes);         // bar.warp.sync
-  void arrive(uint32_t warp, Order& barrier);       // joins the warp's clocks into the barrier's
-  void leave(uint32_t warp, const Order& barrier);  // joins the barrier's clocks into the warp's
-  void fence(uint32_t warp, uint32_t lanes);        // fence.proxy.async; lanes: kAllLanes for all
+  // The 8 bytes are an mbarrier: from reserve() to release() only its instructions use them.
+  void reserve(uint32_t offset);
+  void release(uint32_t offset);
+  Conflict use(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, bool asynchronous);
+
+  // `lanes`: those that take part; kEveryLane if none that has not exited is missing.
+  void meet(uint32_t warp, uint32_t lanes);                    // bar.warp.sync
+  void arrive(uint32_t warp, uint32_t lanes, Order& barrier);  // joins clocks into the barrier's
+  void leave(uint32_t warp, const Order& barrier);  // joins the barrier's into the warp's
+  void fence(uint32_t warp, uint32_t lanes);        // fence.proxy.async
+  void complete(uint32_t agent, Order& phase);      // ends the phase of an mbarrier
+  uint32_t clock_of(uint32_t warp) const { return states_[warp].clock; }
 
  private:
   struct WarpState {
@@ -106,8 +117,9 @@ class SharedHistory {
     if (agent != warp) return state.known.covers(agent, other_lane, clock);
     if (clock <= state.lanes_known || other_lane == kAsyncLane) return true;
     if (other_lane == lane && lane != kAnyLane) return true;
-    return state.partial && lane < 32 && other_lane < 32 &&
-           clock <= state.by_lane[lane][other_lane];
+    if (state.partial && lane < 32 && other_lane < 32 && clock <= state.by_lane[lane][other_lane])
+      return true;
+    return state.known.covers(warp, other_lane, clock);  // through an mbarrier
   }
   static bool fenced(const WarpState& state, uint32_t agent, uint32_t stamp) {
     return state.fenced.covers(agent, stamp & 63, stamp >> 6);
@@ -126,8 +138,8 @@ class SharedHistory {
   uint32_t phases_[kAgents] = {};  // clocks of mbarriers
   // A stamp is clock << 6 | lane.
   std::vector<uint32_t> write_stamp_, write_pc_;
-  std::vector<uint8_t> write_agent_;            // high bit: atomic
-  std::vector<uint16_t> use_;                   // number of asynchronous readers, or kWriting
+  std::vector<uint8_t> write_agent_;  // high bit: atomic
+  std::vector<uint16_t> use_;         // number of asynchronous readers, or kWriting, kReserved
   std::vector<uint32_t> read_stamp_, read_pc_;  // [warp][byte]
 };
 

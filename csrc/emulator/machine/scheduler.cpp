@@ -38,10 +38,21 @@ void Block::run(uint32_t x, uint32_t y, uint32_t z) {
       if (warp.alive == 0) continue;
       moved = run_warp(warp) || moved;
       alive = alive || warp.alive != 0;
+      if (random() && draw(2) != 0) moved = complete_one() || moved;
     }
     if (!alive) return finish_warpgroups();
-    if (!moved) report_deadlock();
+    // Operations that complete late do so when nobody can go on without them.
+    const bool stuck = !moved || polls_ != 0;
+    polls_ = 0;
+    if (stuck && !complete_one() && !moved) report_deadlock();
   }
+}
+
+bool Block::complete_one() {
+  if (copy_arrivals_.empty()) return false;
+  const uint32_t count = static_cast<uint32_t>(copy_arrivals_.size());
+  finish_copy_arrival(random() ? draw(count) : 0);
+  return true;
 }
 
 uint32_t Block::draw(uint32_t n) {  // splitmix64
@@ -103,6 +114,7 @@ bool Block::run_warp(Warp& warp) {
           case Flow::rendezvous:
           case Flow::registers: rendezvous(warp, insn, active); break;
           case Flow::barrier: arrive(warp, insn, active); break;
+          case Flow::wait: insn.exec(warp, insn, active); break;  // sets warp.pc, or suspends
           default: break;
         }
       }
@@ -210,7 +222,7 @@ void Block::arrive(Warp& warp, const Insn& insn, uint32_t mask) {
                 source_of(warp.pc[lane]) + " too");
   barrier.threads += static_cast<uint32_t>(__builtin_popcount(mask));
   barrier.arrived += static_cast<uint32_t>(__builtin_popcount(mask));
-  history_.arrive(warp.index, barrier.order);
+  history_.arrive(warp.index, kEveryLane, barrier.order);
   if (insn.slots[2] != kNoSlot)
     barrier.votes += static_cast<uint32_t>(__builtin_popcount(
         (warp.predicate(insn.slots[2]) ^ (insn.immediate != 0 ? ~0u : 0u)) & mask));
@@ -275,6 +287,8 @@ void Block::report_deadlock() {
                 " registers for each of 32 threads, which have " +
                 std::to_string(warp.register_count) + "; the block has " +
                 std::to_string(free_registers_) + " free";
+      if (warp.wait[lane] == Wait::mbarrier)
+        text += ", " + describe(mbarriers_[warp.barrier[lane]]);
       if (warp.wait[lane] != Wait::barrier) continue;
       const Barrier& barrier = barriers_[warp.barrier[lane]];
       text += ", barrier " + std::to_string(warp.barrier[lane]) + ", " +

@@ -33,13 +33,10 @@ void multiply_accumulate(Warp& warp, const Insn& insn, uint32_t) {
 
 // Lane 8 i + r holds the address of row r of matrix i.
 uint8_t* matrix_row(Warp& warp, const Insn& insn, int lane, Access access) {
-  uint64_t address = address_of(warp, insn, 1, lane);
-  if (insn.space == Space::generic) {
-    if ((address & kWindowMask) != kSharedWindow)
-      warp.block->fault_at(warp, lane, "out of bounds", "not an address of shared memory", address);
-    address -= kSharedWindow;
-  }
-  return warp.block->shared_row(warp, lane, address, 16, access);
+  Block& block = *warp.block;
+  const uint64_t address = address_of(warp, insn, 1, lane);
+  return block.shared_row(warp, lane, block.shared_offset(warp, lane, insn.space, address), 16,
+                          access);
 }
 
 // Lane l has elements 2 (l % 4), + 1 of row l / 4, or, transposed (mode), column l / 4 of rows

@@ -49,6 +49,10 @@ void nothing(Warp&, const Insn&, uint32_t) {}
 
 void fence_proxy(Warp& warp, const Insn&, uint32_t mask) { warp.block->fence_proxy(warp, mask); }
 
+void fence_mbarriers(Warp& warp, const Insn&, uint32_t mask) {
+  warp.block->fence_mbarriers(warp, mask);
+}
+
 void create_policy(Warp& warp, const Insn& insn, uint32_t mask) {
   uint64_t* d = warp.longs(insn.slots[0]);
   for_lanes(mask, [&](int l) { d[l] = kCachePolicy; });
@@ -107,13 +111,13 @@ void decode_nothing(Decoder& d) {
   d.insn.exec = nothing;
 }
 
-// Warps of a block run one at a time, so only the fence between proxies of shared memory orders
+// Warps of a block run one at a time, so only fences between the proxies of shared memory order
 // anything.
 void decode_fence(Decoder& d) {
-  const bool proxy = d.accept("proxy") && d.accept("async");
-  const bool other = d.has_modifier("global");
+  const bool proxy = d.accept("proxy") && d.accept("async") && !d.has_modifier("global");
+  const bool init = d.accept("mbarrier_init");
   d.ignore({""});
-  d.insn.exec = proxy && !other ? fence_proxy : nothing;
+  d.insn.exec = proxy ? fence_proxy : init ? fence_mbarriers : nothing;
 }
 
 void decode_createpolicy(Decoder& d) {

@@ -29,6 +29,7 @@ enum class Flow : uint8_t {
   rendezvous,  // waits for the lanes of a member mask, then exec
   barrier,     // waits for the other warps of the block
   registers,   // setmaxnreg: a rendezvous that also waits for registers
+  wait,        // exec suspends lanes, or moves their program counters on
 };
 
 enum InsnFlags : uint8_t {
