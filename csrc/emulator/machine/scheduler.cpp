@@ -40,7 +40,7 @@ void Block::run(uint32_t x, uint32_t y, uint32_t z) {
       alive = alive || warp.alive != 0;
       if (random() && draw(2) != 0) moved = complete_one() || moved;
     }
-    if (!alive) return;
+    if (!alive) return check_copies_at_end();
     // Operations that complete late do so when nobody can go on without them.
     const bool stuck = !moved || polls_ != 0;
     polls_ = 0;
@@ -49,9 +49,11 @@ void Block::run(uint32_t x, uint32_t y, uint32_t z) {
 }
 
 bool Block::complete_one() {
-  if (copy_arrivals_.empty()) return false;
-  const uint32_t count = static_cast<uint32_t>(copy_arrivals_.size());
-  finish_copy_arrival(random() ? draw(count) : 0);
+  const size_t count = loads_.size() + copy_arrivals_.size();
+  if (count == 0) return false;
+  const size_t index = random() ? draw(static_cast<uint32_t>(count)) : 0;
+  if (index < loads_.size()) finish_load(index);
+  else finish_copy_arrival(index - loads_.size());
   return true;
 }
 
@@ -134,6 +136,7 @@ void Block::leave(Warp& warp, uint32_t mask) {
     fault(warp, __builtin_ctz(early), "dependency",
           "the thread ends without waiting for the kernel before, so the kernel after this one may "
           "start while that one runs");
+  check_copies_at_exit(warp, mask);
   warp.alive &= ~mask;
   // Lanes that wait in a rendezvous check again which lanes have not exited.
   for (int lane = 0; lane < kLanes; ++lane) {
