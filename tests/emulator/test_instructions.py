@@ -204,7 +204,7 @@ def test_elections() -> None:
     @!%p1 elect.sync %r10|%p2, 0xffffffe0; @!%p1 selp.u32 %r11, 1, 0, %p2;
     @%p1 elect.sync _|%p3, 0x0000001f; @%p1 selp.u32 %r11, 1, 0, %p3;
     """
-    out = per_lane(lines, LANES, 2)
+    out = per_lane(lines, LANES, 2, target="sm_90")
     np.testing.assert_array_equal(out[:, 0], np.where(LANES < 5, 9, 5))
     np.testing.assert_array_equal(out[:, 1], (LANES == 0) | (LANES == 5))
 
