@@ -46,7 +46,7 @@ void Block::execute_together(Warp& warp, const GroupEvent& event) {
   }
 }
 
-void Block::finish_warpgroups() {
+void Block::check_warpgroups_at_end() {
   for (uint32_t i = 0; i < warps_.size(); ++i) {
     const Warpgroup& group = warpgroups_[i / kGroupWarps];
     const uint32_t executed = group.executed[i % kGroupWarps];
