@@ -43,8 +43,6 @@ enum class Access : uint8_t { read, write, atomic };
 
 enum class Wait : uint8_t { none, rendezvous, barrier, mbarrier, registers };
 
-inline constexpr uint32_t kOperandChunk = 16;  // bytes of an operand of wgmma that are adjacent
-
 struct AsyncCopy {
   uint8_t lane;
   uint8_t bytes, source_bytes;
@@ -173,8 +171,7 @@ class Block {
 
   // warpgroups.cpp
   void execute_together(Warp& warp, const GroupEvent& event);
-  // chunks: the addresses of what it reads, in shared memory.
-  void issue_product(Warp& warp, const Insn& insn, Product product, const uint32_t* chunks);
+  void issue_product(Warp& warp, const Insn& insn, Product product);
   void wait_products(Warp& warp, uint64_t pending);  // groups that may still be in flight
 
   // The arrival of the lanes when the copies that they have issued are complete. counted: it is
@@ -229,6 +226,7 @@ class Block {
   // scheduler.cpp
   bool run_warp(Warp& warp);  // returns whether it made progress
   void leave(Warp& warp, uint32_t mask);
+  void wake(Warp& warp, Wait waits);  // the lanes that wait so
   void rendezvous(Warp& warp, const Insn& insn, uint32_t mask);
   void arrive(Warp& warp, const Insn& insn, uint32_t mask);
   void release(uint32_t barrier);

@@ -150,8 +150,12 @@ void Block::leave(Warp& warp, uint32_t mask) {
   check_copies_at_exit(warp, mask);
   warp.alive &= ~mask;
   // Lanes that wait in a rendezvous check again which lanes have not exited.
+  wake(warp, Wait::rendezvous);
+}
+
+void Block::wake(Warp& warp, Wait waits) {
   for (int lane = 0; lane < kLanes; ++lane) {
-    if (warp.wait[lane] != Wait::rendezvous) continue;
+    if (warp.wait[lane] != waits) continue;
     warp.wait[lane] = Wait::none;
     warp.blocked &= ~(1u << lane);
   }

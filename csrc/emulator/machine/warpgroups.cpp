@@ -9,14 +9,17 @@ namespace {
 
 constexpr uint32_t kBlockRegisters = 65536, kMostRegisters = 256;
 
+// Registers of a wgmma: accumulators, and those of A, if it is in registers.
+uint32_t num_held(const Insn& insn) { return insn.count * 4u + (insn.slots[1] == kNoSlot ? 4 : 0); }
+
 }  // namespace
 
 void Block::reset_warpgroups() {
   warpgroups_.assign((warps_.size() + kGroupWarps - 1) / kGroupWarps, Warpgroup{});
   free_registers_ = 0;
-  const size_t registers = kernel().uses.empty() ? 0 : kernel().register_words / kLanes;
   for (Warp& warp : warps_) {
-    warp.products.reset(registers);
+    warp.products = WarpProducts{};
+    warp.products.held.resize(kernel().held.size());
     warp.register_count = std::min(kBlockRegisters / num_threads_ / 8 * 8, kMostRegisters);
   }
 }
@@ -31,12 +34,13 @@ void Block::execute_together(Warp& warp, const GroupEvent& event) {
   uint32_t& executed = group.executed[warp.index % kGroupWarps];
   if (executed == group.events.size()) {
     group.events.push_back(event);
-  } else if (const GroupEvent& other = group.events[executed]; !(other == event)) {
+  } else if (const GroupEvent& other = group.events[executed]; other != event) {
+    const uint32_t pc = std::get<0>(other);
     fault(warp, 0, "warpgroup",
-          other.pc != event.pc
-              ? "another warp of the warpgroup executed the " + kernel().mnemonics[other.pc] +
-                    " at " + source_of(other.pc) + " instead"
-              : "another warp of the warpgroup executed it with another descriptor or scale-d");
+          "another warp of the warpgroup executed " +
+              (pc == warp.current
+                   ? "it with another descriptor or scale-d"
+                   : "the " + kernel().mnemonics[pc] + " at " + source_of(pc) + " instead"));
   }
   ++executed;
   const uint32_t* counts = group.executed;
@@ -51,7 +55,7 @@ void Block::check_warpgroups_at_end() {
     const Warpgroup& group = warpgroups_[i / kGroupWarps];
     const uint32_t executed = group.executed[i % kGroupWarps];
     if (executed == group.events.size()) continue;
-    warps_[i].current = group.events[executed].pc;
+    warps_[i].current = std::get<0>(group.events[executed]);
     fault(warps_[i], 0, "warpgroup",
           "warp " + std::to_string(i) +
               " ended without executing it, which another warp of the warpgroup did");
@@ -73,7 +77,9 @@ void Block::check_registers(Warp& warp) {
   const std::vector<uint32_t>& ends = kernel().uses_end;
   for (uint32_t i = warp.current == 0 ? 0 : ends[warp.current - 1]; i < ends[warp.current]; ++i) {
     const bool writes = (kernel().uses[i] & kWriteUse) != 0;
-    HeldRegister& held = products.held[(kernel().uses[i] & ~kWriteUse) / kLanes];
+    const uint32_t index = kernel().uses[i] / kLanes;
+    if (!kernel().held[index]) continue;
+    HeldRegister& held = products.held[index];
     if (held.accumulating != 0)
       fault_held(warp, held.accumulating,
                  writes ? "a write of an accumulator" : "a read of an accumulator");
@@ -87,7 +93,6 @@ void Block::hold_registers(Warp& warp, const Insn& insn, uint32_t serial) {
   WarpProducts& products = warp.products;
   const uint32_t* slots = kernel().lists.data() + insn.list;
   const uint32_t accumulators = insn.count * 4u;
-  const uint32_t all = accumulators + (insn.slots[1] == kNoSlot ? 4 : 0);
   if (products.fences == 0)
     fault(warp, 0, "fence", "no wgmma.fence before the first wgmma of the warp");
   // Products with the same accumulators are performed in order; others may not share registers.
@@ -99,7 +104,7 @@ void Block::hold_registers(Warp& warp, const Insn& insn, uint32_t serial) {
     chained = other.count == insn.count &&
               std::equal(slots, slots + accumulators, kernel().lists.data() + other.list);
   }
-  for (uint32_t i = 0; i < all; ++i) {
+  for (uint32_t i = 0; i < num_held(insn); ++i) {
     HeldRegister& held = products.held[slots[i] / kLanes];
     const bool accumulates = i < accumulators;
     if (held.accumulating != 0 && !(accumulates && chained))
@@ -114,24 +119,23 @@ void Block::hold_registers(Warp& warp, const Insn& insn, uint32_t serial) {
   }
 }
 
-void Block::issue_product(Warp& warp, const Insn& insn, Product product, const uint32_t* chunks) {
+void Block::issue_product(Warp& warp, const Insn& insn, Product product) {
   WarpProducts& products = warp.products;
   product.pc = warp.current;
   product.serial = ++products.issued;
   product.group = products.committed;
   hold_registers(warp, insn, product.serial);
-  for (uint32_t i = 0; i < product.num_chunks; ++i) {
-    shared_inside(warp, 0, chunks[i], kOperandChunk, "a read by wgmma");
+  for (const uint32_t chunk : product.chunks) {
+    shared_inside(warp, 0, chunk, kOperandChunk, "a read by wgmma");
     if (!track_) continue;
     const Conflict conflict =
-        history_.begin_async_read(warp.index, warp.current, chunks[i], kOperandChunk);
+        history_.begin_async_read(warp.index, warp.current, chunk, kOperandChunk);
     if (conflict.kind != Conflict::Kind::none) report(warp, 0, conflict, "a read by wgmma");
   }
   // A delay of up to 1,023 instructions, with short and long ones equally likely.
   const Completion completion = launch_.options.completion;
   if (completion == Completion::random) product.due = products.steps + (1u << draw(11)) - 1;
-  products.in_flight.push_back(product);
-  products.chunks.insert(products.chunks.end(), chunks, chunks + product.num_chunks);
+  products.in_flight.push_back(std::move(product));
   products.drawing = completion == Completion::random;
   if (completion == Completion::early) perform_products(warp, products.in_flight.size());
 }
@@ -139,14 +143,11 @@ void Block::issue_product(Warp& warp, const Insn& insn, Product product, const u
 // Performs those that have not been, up to the first `count` of those in flight.
 void Block::perform_products(Warp& warp, size_t count) {
   WarpProducts& products = warp.products;
-  if (products.performed >= count) return;
-  const uint32_t* chunks = products.chunks.data();
-  for (size_t i = 0; i < count; chunks += products.in_flight[i++].num_chunks) {
-    const Product& product = products.in_flight[i];
-    if (i >= products.performed) product.perform(warp, kernel().code[product.pc], product, chunks);
+  for (; products.performed < count; ++products.performed) {
+    const Product& product = products.in_flight[products.performed];
+    product.perform(warp, kernel().code[product.pc], product);
   }
-  products.performed = count;
-  products.drawing = products.drawing && count < products.in_flight.size();
+  products.drawing = products.drawing && products.performed < products.in_flight.size();
 }
 
 void Block::step_products(Warp& warp) {
@@ -165,26 +166,19 @@ void Block::wait_products(Warp& warp, uint64_t pending) {
       in_flight.begin(), in_flight.end(),
       [&](const Product& product) { return product.group + pending >= products.committed; });
   const size_t count = static_cast<size_t>(covered - in_flight.begin());
-  if (count == 0) return;
   perform_products(warp, count);
-  size_t num_chunks = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const Product& product = in_flight[i];
-    for (uint32_t j = 0; track_ && j < product.num_chunks; ++j)
-      history_.end_async_read(warp.index, product.pc, products.chunks[num_chunks + j],
-                              kOperandChunk);
-    num_chunks += product.num_chunks;
-    const Insn& insn = kernel().code[product.pc];
+  for (auto product = in_flight.begin(); product != covered; ++product) {
+    for (const uint32_t chunk : product->chunks)
+      if (track_) history_.end_async_read(warp.index, product->pc, chunk, kOperandChunk);
+    const Insn& insn = kernel().code[product->pc];
     const uint32_t* slots = kernel().lists.data() + insn.list;
-    for (uint32_t j = 0; j < insn.count * 4u + (insn.slots[1] == kNoSlot ? 4 : 0); ++j) {
-      HeldRegister& held = products.held[slots[j] / kLanes];
-      if (held.accumulating == product.serial) held.accumulating = 0;
-      if (held.reading == product.serial) held.reading = 0;
+    for (uint32_t i = 0; i < num_held(insn); ++i) {
+      HeldRegister& held = products.held[slots[i] / kLanes];
+      if (held.accumulating == product->serial) held.accumulating = 0;
+      if (held.reading == product->serial) held.reading = 0;
     }
   }
   in_flight.erase(in_flight.begin(), covered);
-  products.chunks.erase(products.chunks.begin(),
-                        products.chunks.begin() + static_cast<ptrdiff_t>(num_chunks));
   products.performed -= count;
 }
 
@@ -199,17 +193,11 @@ bool Block::set_register_count(Warp& warp, const Insn& insn) {
               std::to_string(warp.register_count));
   const uint32_t change = increases ? count - warp.register_count : warp.register_count - count;
   if (increases && change * kLanes > free_registers_) return false;
-  execute_together(warp, {warp.current});
+  execute_together(warp, {warp.current, false, 0, 0});
   free_registers_ += (increases ? 0 - change : change) * kLanes;
   warp.register_count = count;
   if (increases) return true;
-  for (Warp& other : warps_) {  // those that wait for registers try again
-    for (int lane = 0; lane < kLanes; ++lane) {
-      if (other.wait[lane] != Wait::registers) continue;
-      other.wait[lane] = Wait::none;
-      other.blocked &= ~(1u << lane);
-    }
-  }
+  for (Warp& other : warps_) wake(other, Wait::registers);  // they try again
   return true;
 }
 

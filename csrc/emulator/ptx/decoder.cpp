@@ -123,27 +123,13 @@ void Decoder::decode_statement() {
   append(statement_->location, statement_->text_line, mnemonic());
 }
 
-// Keeps the uses of registers that are operands of some wgmma.
+// Marks the instructions that share a register with some wgmma.
 void Decoder::find_uses() {
-  std::vector<bool> held(kernel_.register_words / kLanes);
-  const auto for_uses = [&](auto body) {
-    for (size_t pc = 0, at = 0; pc < kernel_.code.size(); ++pc)
-      for (; at < kernel_.uses_end[pc]; ++at) body(kernel_.code[pc], pc, kernel_.uses[at]);
-  };
-  for_uses([&](const Insn& user, size_t, uint32_t use) {
-    if ((user.flags & kProduct) != 0) held[(use & ~kWriteUse) / kLanes] = true;
-  });
-  std::vector<uint32_t> kept, ends(kernel_.code.size());
-  for_uses([&](Insn& user, size_t pc, uint32_t use) {
-    if ((user.flags & kProduct) == 0 && held[(use & ~kWriteUse) / kLanes]) {
-      user.flags |= kSharesHeld;
-      kept.push_back(use);
-    }
-    ends[pc] = static_cast<uint32_t>(kept.size());
-  });
-  for (size_t pc = 1; pc < ends.size(); ++pc) ends[pc] = std::max(ends[pc], ends[pc - 1]);
-  kernel_.uses = std::move(kept);
-  kernel_.uses_end = std::move(ends);
+  kernel_.held.resize(kernel_.register_words / kLanes);
+  for (size_t pc = 0, at = 0; pc < kernel_.code.size(); ++pc)
+    for (; at < kernel_.uses_end[pc]; ++at)
+      if (kernel_.held[kernel_.uses[at] / kLanes] && (kernel_.code[pc].flags & kProduct) == 0)
+        kernel_.code[pc].flags |= kSharesHeld;
 }
 
 void Decoder::append(uint32_t location, uint32_t text_line, std::string mnemonic) {
@@ -153,6 +139,11 @@ void Decoder::append(uint32_t location, uint32_t text_line, std::string mnemonic
   kernel_.mnemonics.push_back(std::move(mnemonic));
   kernel_.uses.insert(kernel_.uses.end(), uses_.begin(), uses_.end());
   kernel_.uses_end.push_back(static_cast<uint32_t>(kernel_.uses.size()));
+  for (const uint32_t use : uses_) {
+    if ((insn.flags & kProduct) == 0) break;
+    kernel_.held.resize(std::max<size_t>(kernel_.held.size(), use / kLanes + 1));
+    kernel_.held[use / kLanes] = true;
+  }
   uses_.clear();
 }
 

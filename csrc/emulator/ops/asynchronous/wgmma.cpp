@@ -1,7 +1,7 @@
 // wgmma: asynchronous products of a warpgroup; setmaxnreg.
 //
 // A wgmma multiplies 64 x 16 by 16 x n; each warp of the warpgroup computes 16 rows.
-#include "ops/descriptor.h"
+#include "ops/asynchronous/descriptor.h"
 #include "ops/host.h"
 #include "ops/products.h"
 #include "ptx/opcodes.h"
@@ -10,14 +10,8 @@ namespace fajit::emulator {
 namespace {
 
 constexpr int kMostColumns = 256;
-constexpr uint32_t kMostChunks = 2 * (16 + kMostColumns);
 
 enum ProductMode : uint8_t { kHalf = 1, kTransposedA = 2, kTransposedB = 4, kNegative = 8 };
-
-FAJIT_CLONES void multiply_panel(const float (&a)[16][16], const float (&b)[16][kMostColumns],
-                                 float (&c)[16][kMostColumns], int n) {
-  multiply_rows(a, b, c, n, 16);
-}
 
 // Calls put(row, column, value) for the elements of an operand with so many rows. Returns the end
 // of its chunks.
@@ -40,9 +34,10 @@ const uint32_t* gather_operand(const uint8_t* shared, const uint32_t* chunks, in
 }
 
 // list: the slots of D and, if they are in registers, of A.
-void perform_wgmma(Warp& warp, const Insn& insn, const Product& product, const uint32_t* chunks) {
+FAJIT_CLONES void perform_wgmma(Warp& warp, const Insn& insn, const Product& product) {
   const uint32_t* list = warp.block->kernel().lists.data() + insn.list;
   const uint8_t* shared = warp.block->shared_memory();
+  const uint32_t* chunks = product.chunks.data();
   const int n = 8 * insn.count;
   const bool half = (insn.mode & kHalf) != 0;
   float a[16][16], b[16][kMostColumns], c[16][kMostColumns];
@@ -57,7 +52,7 @@ void perform_wgmma(Warp& warp, const Insn& insn, const Product& product, const u
       for (float& value : row) value = -value;
   if (product.accumulate) read_c(warp, list, n / 2, c);
   else std::memset(c, 0, sizeof c);
-  multiply_panel(a, b, c, n);
+  multiply_rows(a, b, c, n, 16);
   write_c(warp, list, n / 2, c);
 }
 
@@ -82,35 +77,29 @@ void issue_wgmma(Warp& warp, const Insn& insn, uint32_t) {
   const uint32_t scale = warp.predicate(insn.slots[3]) ^ (insn.immediate != 0 ? kAllLanes : 0);
   if (scale != 0 && scale != kAllLanes)
     warp.block->fault(warp, 0, "warpgroup", "the lanes have different values of scale-d");
-  GroupEvent event = {warp.current, scale != 0};
-  uint32_t chunks[kMostChunks], *end = chunks;
-  if (insn.slots[1] != kNoSlot) {
-    event.a = descriptor_of(warp, insn.slots[1], "A", mn_major_a, 64);
-    end = MatrixDescriptor(event.a, mn_major_a).chunks(row, row + 16, end);
-  }
-  event.b = descriptor_of(warp, insn.slots[2], "B", mn_major_b, n);
-  end = MatrixDescriptor(event.b, mn_major_b).chunks(0, n, end);
-  warp.block->execute_together(warp, event);
   Product product;
+  uint64_t a = 0;
+  if (insn.slots[1] != kNoSlot) {
+    a = descriptor_of(warp, insn.slots[1], "A", mn_major_a, 64);
+    MatrixDescriptor(a, mn_major_a).add_chunks(row, row + 16, product.chunks);
+  }
+  const uint64_t b = descriptor_of(warp, insn.slots[2], "B", mn_major_b, n);
+  MatrixDescriptor(b, mn_major_b).add_chunks(0, n, product.chunks);
+  warp.block->execute_together(warp, {warp.current, scale != 0, a, b});
   product.perform = perform_wgmma;
-  product.accumulate = event.accumulate;
-  product.num_chunks = static_cast<uint32_t>(end - chunks);
-  warp.block->issue_product(warp, insn, product, chunks);
+  product.accumulate = scale != 0;
+  warp.block->issue_product(warp, insn, std::move(product));
 }
 
-void fence_wgmma(Warp& warp, const Insn&, uint32_t) {
-  warp.block->execute_together(warp, {warp.current});
-  ++warp.products.fences;
-}
+enum Control : uint8_t { kFence, kCommit, kWait };
 
-void commit_wgmma(Warp& warp, const Insn&, uint32_t) {
-  warp.block->execute_together(warp, {warp.current});
-  ++warp.products.committed;
-}
-
-void wait_wgmma(Warp& warp, const Insn& insn, uint32_t) {
-  warp.block->execute_together(warp, {warp.current});
-  warp.block->wait_products(warp, static_cast<uint64_t>(insn.immediate));
+void control_wgmma(Warp& warp, const Insn& insn, uint32_t) {
+  warp.block->execute_together(warp, {warp.current, false, 0, 0});
+  switch (insn.mode) {
+    case kFence: ++warp.products.fences; break;
+    case kCommit: ++warp.products.committed; break;
+    default: warp.block->wait_products(warp, static_cast<uint64_t>(insn.immediate));
+  }
 }
 
 int64_t literal_operand(const Decoder& d, size_t index, int64_t least, int64_t most) {
@@ -170,11 +159,11 @@ void decode_product(Decoder& d) {
 void decode_wgmma(Decoder& d) {
   d.require_target(80, 90, true);
   decode_collective(d);
-  const int form = d.expect_one({"mma_async", "fence", "commit_group", "wait_group"});
-  if (form == 0) return decode_product(d);
-  d.expect_operands(form == 3 ? 1 : 0);
-  if (form == 3) d.insn.immediate = literal_operand(d, 0, 0, INT32_MAX);
-  d.insn.exec = form == 1 ? fence_wgmma : form == 2 ? commit_wgmma : wait_wgmma;
+  if (d.accept("mma_async")) return decode_product(d);
+  d.insn.mode = static_cast<uint8_t>(d.expect_one({"fence", "commit_group", "wait_group"}));
+  d.expect_operands(d.insn.mode == kWait ? 1 : 0);
+  if (d.insn.mode == kWait) d.insn.immediate = literal_operand(d, 0, 0, INT32_MAX);
+  d.insn.exec = control_wgmma;
 }
 
 // The scheduler executes it. mode: 1 for .inc; immediate: the number of registers.
