@@ -156,9 +156,9 @@ class Block {
   // size.
   uint8_t* global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
                      unsigned align = 0);
-  uint8_t* shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
-  // A row of ldmatrix or stmatrix, which all lanes access.
-  uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
+  // for_all_lanes: a row of ldmatrix or stmatrix.
+  uint8_t* shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
+                     bool for_all_lanes = false);
   const uint8_t* shared_memory() const { return shared_.data(); }
   uint8_t* local_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* param_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
@@ -226,7 +226,7 @@ class Block {
   // scheduler.cpp
   bool run_warp(Warp& warp);  // returns whether it made progress
   void leave(Warp& warp, uint32_t mask);
-  void wake(Warp& warp, Wait waits);  // the lanes that wait so
+  void wake(Warp& warp, Wait waits, uint32_t mbarrier = 0);  // the lanes that wait so
   void rendezvous(Warp& warp, const Insn& insn, uint32_t mask);
   void arrive(Warp& warp, const Insn& insn, uint32_t mask);
   void release(uint32_t barrier);
@@ -259,8 +259,6 @@ class Block {
   void finish_copy_arrival(size_t index);
   FaultInfo describe(const Warp& warp, int lane, const std::string& kind,
                      const std::string& detail) const;
-  uint8_t* shared_by(Warp& warp, int lane, uint32_t by, uint64_t address, unsigned bytes,
-                     Access access);
   uint8_t* shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes,
                          const char* access);
   void report(const Warp& warp, int lane, const Conflict& conflict, const char* access);

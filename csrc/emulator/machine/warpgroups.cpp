@@ -12,6 +12,10 @@ constexpr uint32_t kBlockRegisters = 65536, kMostRegisters = 256;
 // Registers of a wgmma: accumulators, and those of A, if it is in registers.
 uint32_t num_held(const Insn& insn) { return insn.count * 4u + (insn.slots[1] == kNoSlot ? 4 : 0); }
 
+const Product& in_flight(const Warp& warp, uint32_t serial) {
+  return warp.products.in_flight[serial - warp.products.in_flight.front().serial];
+}
+
 }  // namespace
 
 void Block::reset_warpgroups() {
@@ -65,10 +69,8 @@ void Block::check_warpgroups_at_end() {
 // Products
 
 void Block::fault_held(const Warp& warp, uint32_t serial, const std::string& access) const {
-  const std::vector<Product>& products = warp.products.in_flight;
-  const Product& product = products[serial - products.front().serial];
   fault(warp, 0, "in flight",
-        access + " of the wgmma at " + source_of(product.pc) +
+        access + " of the wgmma at " + source_of(in_flight(warp, serial).pc) +
             ", which may still be running: a wait is missing");
 }
 
@@ -97,10 +99,9 @@ void Block::hold_registers(Warp& warp, const Insn& insn, uint32_t serial) {
     fault(warp, 0, "fence", "no wgmma.fence before the first wgmma of the warp");
   // Products with the same accumulators are performed in order; others may not share registers.
   const uint32_t before = products.held[slots[0] / kLanes].accumulating;
-  bool chained = before != 0;
-  if (chained) {
-    const Product& last = products.in_flight[before - products.in_flight.front().serial];
-    const Insn& other = kernel().code[last.pc];
+  bool chained = false;
+  if (before != 0) {
+    const Insn& other = kernel().code[in_flight(warp, before).pc];
     chained = other.count == insn.count &&
               std::equal(slots, slots + accumulators, kernel().lists.data() + other.list);
   }
@@ -153,21 +154,19 @@ void Block::perform_products(Warp& warp, size_t count) {
 void Block::step_products(Warp& warp) {
   WarpProducts& products = warp.products;
   ++products.steps;
-  size_t count = products.performed;
-  while (count < products.in_flight.size() && products.in_flight[count].due < products.steps)
-    ++count;
-  perform_products(warp, count);
+  while (products.drawing && products.in_flight[products.performed].due < products.steps)
+    perform_products(warp, products.performed + 1);
 }
 
 void Block::wait_products(Warp& warp, uint64_t pending) {
   WarpProducts& products = warp.products;
-  auto& in_flight = products.in_flight;
-  const auto covered = std::find_if(
-      in_flight.begin(), in_flight.end(),
-      [&](const Product& product) { return product.group + pending >= products.committed; });
-  const size_t count = static_cast<size_t>(covered - in_flight.begin());
+  auto& issued = products.in_flight;
+  const auto covered = std::find_if(issued.begin(), issued.end(), [&](const Product& product) {
+    return product.group + pending >= products.committed;
+  });
+  const size_t count = static_cast<size_t>(covered - issued.begin());
   perform_products(warp, count);
-  for (auto product = in_flight.begin(); product != covered; ++product) {
+  for (auto product = issued.begin(); product != covered; ++product) {
     for (const uint32_t chunk : product->chunks)
       if (track_) history_.end_async_read(warp.index, product->pc, chunk, kOperandChunk);
     const Insn& insn = kernel().code[product->pc];
@@ -178,7 +177,7 @@ void Block::wait_products(Warp& warp, uint64_t pending) {
       if (held.reading == product->serial) held.reading = 0;
     }
   }
-  in_flight.erase(in_flight.begin(), covered);
+  issued.erase(issued.begin(), covered);
   products.performed -= count;
 }
 

@@ -21,9 +21,9 @@ FAJIT_CLONES void multiply_accumulate(Warp& warp, const Insn& insn, uint32_t) {
       b[2 * (l % 4) + 8 * i + 1][l / 4] = to_element(words[l] >> 16, half);
     }
   }
-  read_c(warp, list + 4 + num_a + num_b, 4, c);
+  move_c<true>(warp, list + 4 + num_a + num_b, 4, c);
   multiply_rows(a, b, c, 8, k);
-  write_c(warp, list, 4, c);
+  move_c<false>(warp, list, 4, c);
 }
 
 // Lane 8 i + r holds the address of row r of matrix i. Register i of lane l has elements 2 (l % 4),
@@ -37,8 +37,8 @@ template <bool kLoads> void move_matrices(Warp& warp, const Insn& insn, uint32_t
     for (int i = 0; i < 8 * insn.count; ++i) {
       const uint64_t address = address_of(warp, insn, 1, i);
       body(rows[i / 8][i % 8],
-           block.shared_row(warp, i, block.shared_offset(warp, i, insn.space, address), 16,
-                            kLoads ? Access::read : Access::write));
+           block.shared_at(warp, i, block.shared_offset(warp, i, insn.space, address), 16,
+                           kLoads ? Access::read : Access::write, true));
     }
   };
   if (kLoads) for_rows([](uint16_t* row, const uint8_t* from) { std::memcpy(row, from, 16); });
@@ -68,13 +68,8 @@ void decode_matrices(Decoder& d, bool is_load) {
   d.insn.space = d.accept_one({"shared", "shared::cta"}) >= 0 ? Space::shared : Space::generic;
   if (d.type() != Type::b16) d.fail("expected .b16");
   d.expect_operands(2);
-  const Operand& registers = d.operand(is_load ? 0 : 1);
-  std::vector<Operand> elements = registers.elements;
-  if (registers.kind != Operand::Kind::vector) elements = {registers};
-  if (elements.size() != d.insn.count) d.fail("has another number of registers");
   std::vector<uint32_t> slots;
-  for (const Operand& element : elements)
-    slots.push_back(is_load ? d.destination(element, Type::b32) : d.source(element, Type::b32));
+  d.add_registers(is_load ? 0 : 1, d.insn.count, Type::b32, is_load, slots);
   d.insn.list = d.add_list(slots);
   d.address(is_load ? 1 : 0, 1);
   d.insn.exec = is_load ? move_matrices<true> : move_matrices<false>;
@@ -93,17 +88,8 @@ void decode_mma(Decoder& d) {
   d.expect_operands(4);
   const size_t sizes[4] = {4, k / 4, k / 8, 4};
   std::vector<uint32_t> slots;
-  for (size_t i = 0; i < 4; ++i) {
-    const Operand& operand = d.operand(i);
-    const bool vector = operand.kind == Operand::Kind::vector;
-    const std::vector<Operand> elements = vector ? operand.elements : std::vector{operand};
-    if (elements.size() != sizes[i])
-      d.fail("operand " + std::to_string(i) + " has " + std::to_string(elements.size()) +
-             " registers, not " + std::to_string(sizes[i]));
-    for (const Operand& element : elements)
-      slots.push_back(i == 0 ? d.destination(element, Type::f32)
-                             : d.source(element, i == 3 ? Type::f32 : Type::b32));
-  }
+  for (size_t i = 0; i < 4; ++i)
+    d.add_registers(i, sizes[i], i % 3 == 0 ? Type::f32 : Type::b32, i == 0, slots);
   d.insn.list = d.add_list(slots);
   d.insn.mode = a == Type::f16;
   d.insn.count = static_cast<uint8_t>(k);

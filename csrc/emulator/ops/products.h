@@ -30,29 +30,19 @@ inline void read_a(const Warp& warp, const uint32_t* slots, int count, bool half
   }
 }
 
-// Calls body(value of C, word of its lane) for the values of a fragment of C.
-template <int kWidth, class Body>
-void for_fragment_c(const Warp& warp, const uint32_t* slots, int count, float (&c)[16][kWidth],
-                    Body body) {
+// Copies a fragment of C between registers and memory.
+template <bool kReads, int kWidth>
+void move_c(const Warp& warp, const uint32_t* slots, int count, float (&c)[16][kWidth]) {
   for (int i = 0; i < count; ++i) {
     uint32_t* words = warp.words(slots[i]);
     for (int g = 0; g < 8; ++g) {
       float* row = &c[g + 8 * (i >> 1 & 1)][8 * (i >> 2) + (i & 1)];
-      for (int t = 0; t < 4; ++t) body(row[2 * t], words[4 * g + t]);
+      for (int t = 0; t < 4; ++t, ++words) {
+        if (kReads) row[2 * t] = bits_as<float>(*words);
+        else *words = bits_as<uint32_t>(canonical(row[2 * t]));
+      }
     }
   }
-}
-
-template <int kWidth>
-void read_c(const Warp& warp, const uint32_t* slots, int count, float (&c)[16][kWidth]) {
-  for_fragment_c(warp, slots, count, c,
-                 [](float& value, uint32_t word) { value = bits_as<float>(word); });
-}
-
-template <int kWidth>
-void write_c(const Warp& warp, const uint32_t* slots, int count, float (&c)[16][kWidth]) {
-  for_fragment_c(warp, slots, count, c,
-                 [](float value, uint32_t& word) { word = bits_as<uint32_t>(canonical(value)); });
 }
 
 // c[16][n] += a[16][k] b[k][n]. Inlined, so that it is compiled for the target of its caller.

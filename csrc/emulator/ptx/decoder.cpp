@@ -354,6 +354,26 @@ uint32_t Decoder::address_base(const Operand& address, bool& wide) {
   return wide_source(base, base.kind == Operand::Kind::symbol ? Type::u64 : Type::u32, wide);
 }
 
+int64_t Decoder::literal(size_t index, int64_t least, int64_t most) const {
+  const Operand& found = operand(index);
+  if (found.kind != Operand::Kind::integer || found.bits < least || found.bits > most)
+    fail("operand " + std::to_string(index) + " is not a constant from " + std::to_string(least) +
+         " to " + std::to_string(most));
+  return found.bits;
+}
+
+void Decoder::add_registers(size_t index, size_t count, Type type, bool written,
+                            std::vector<uint32_t>& slots) {
+  const Operand& whole = operand(index);
+  const bool vector = whole.kind == Operand::Kind::vector;
+  const std::vector<Operand> elements = vector ? whole.elements : std::vector{whole};
+  if (elements.size() != count)
+    fail("operand " + std::to_string(index) + " has " + std::to_string(elements.size()) +
+         " registers, not " + std::to_string(count));
+  for (const Operand& element : elements)
+    slots.push_back(written ? destination(element, type) : source(element, type));
+}
+
 void Decoder::address(size_t index, int slot) {
   bool wide = false;
   insn.slots[slot] = address_base(operand(index), wide);

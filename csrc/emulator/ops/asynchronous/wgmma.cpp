@@ -50,10 +50,10 @@ FAJIT_CLONES void perform_wgmma(Warp& warp, const Insn& insn, const Product& pro
   if ((insn.mode & kNegative) != 0)
     for (auto& row : a)
       for (float& value : row) value = -value;
-  if (product.accumulate) read_c(warp, list, n / 2, c);
+  if (product.accumulate) move_c<true>(warp, list, n / 2, c);
   else std::memset(c, 0, sizeof c);
   multiply_rows(a, b, c, n, 16);
-  write_c(warp, list, n / 2, c);
+  move_c<false>(warp, list, n / 2, c);
 }
 
 uint64_t descriptor_of(const Warp& warp, uint32_t slot, const char* name, bool mn_major,
@@ -102,17 +102,9 @@ void control_wgmma(Warp& warp, const Insn& insn, uint32_t) {
   }
 }
 
-int64_t literal_operand(const Decoder& d, size_t index, int64_t least, int64_t most) {
-  const Operand& operand = d.operand(index);
-  if (operand.kind != Operand::Kind::integer || operand.bits < least || operand.bits > most)
-    d.fail("operand " + std::to_string(index) + " is not a constant from " + std::to_string(least) +
-           " to " + std::to_string(most));
-  return operand.bits;
-}
-
 // Whether the factor of an operand is -1.
 bool is_negative_factor(const Decoder& d, size_t index) {
-  const int64_t factor = literal_operand(d, index, -1, 1);
+  const int64_t factor = d.literal(index, -1, 1);
   if (factor == 0) d.fail("operand " + std::to_string(index) + " is not 1 or -1");
   return factor < 0;
 }
@@ -129,16 +121,9 @@ void decode_product(Decoder& d) {
   const bool in_registers = d.operand(1).kind == Operand::Kind::vector;
   d.expect_operands(in_registers ? 7 : 8);
   std::vector<uint32_t> slots;
-  for (const Operand& element : d.operand(0).elements)
-    slots.push_back(d.destination(element, Type::f32));
-  if (slots.size() != d.insn.count * 4u) d.fail("D has another number of registers");
-  if (in_registers) {
-    for (const Operand& element : d.operand(1).elements)
-      slots.push_back(d.source(element, Type::b32));
-    if (d.operand(1).elements.size() != 4) d.fail("A has another number of registers");
-  } else {
-    d.insn.slots[1] = d.source(1, Type::b64);
-  }
+  d.add_registers(0, d.insn.count * 4u, Type::f32, true, slots);
+  if (in_registers) d.add_registers(1, 4, Type::b32, false, slots);
+  else d.insn.slots[1] = d.source(1, Type::b64);
   for (size_t i = 0; i < slots.size(); ++i)
     for (size_t j = 0; j < i && j < d.insn.count * 4u; ++j)
       if (slots[i] == slots[j]) d.fail("an accumulator is named twice");
@@ -148,8 +133,8 @@ void decode_product(Decoder& d) {
   d.insn.immediate = d.operand(3).negated;
   uint8_t mode = a == Type::f16 ? kHalf : 0;
   if (is_negative_factor(d, 4) != is_negative_factor(d, 5)) mode |= kNegative;
-  if (!in_registers && literal_operand(d, 6, 0, 1) != 0) mode |= kTransposedA;
-  if (literal_operand(d, d.num_operands() - 1, 0, 1) != 0) mode |= kTransposedB;
+  if (!in_registers && d.literal(6, 0, 1) != 0) mode |= kTransposedA;
+  if (d.literal(d.num_operands() - 1, 0, 1) != 0) mode |= kTransposedB;
   d.insn.mode = mode;
   d.insn.exec = issue_wgmma;
 }
@@ -162,7 +147,7 @@ void decode_wgmma(Decoder& d) {
   if (d.accept("mma_async")) return decode_product(d);
   d.insn.mode = static_cast<uint8_t>(d.expect_one({"fence", "commit_group", "wait_group"}));
   d.expect_operands(d.insn.mode == kWait ? 1 : 0);
-  if (d.insn.mode == kWait) d.insn.immediate = literal_operand(d, 0, 0, INT32_MAX);
+  if (d.insn.mode == kWait) d.insn.immediate = d.literal(0, 0, INT32_MAX);
   d.insn.exec = control_wgmma;
 }
 
@@ -173,7 +158,7 @@ void decode_setmaxnreg(Decoder& d) {
   d.insn.mode = static_cast<uint8_t>(d.expect_one({"dec", "inc"}));
   if (d.type() != Type::u32) d.fail("expected .u32");
   d.expect_operands(1);
-  d.insn.immediate = literal_operand(d, 0, 24, 256);
+  d.insn.immediate = d.literal(0, 24, 256);
   if (d.insn.immediate % 8 != 0) d.fail("the number of registers is not a multiple of 8");
   d.insn.flow = Flow::registers;
 }
