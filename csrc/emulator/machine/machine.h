@@ -277,7 +277,7 @@ class Block {
   std::vector<Variable> variables_;  // shared variables; the dynamic array has its actual size
   Barrier barriers_[kBarriers];
   std::vector<Warpgroup> warpgroups_;
-  uint32_t free_registers_ = 0;  // for setmaxnreg.inc
+  int64_t free_registers_ = 0;  // for setmaxnreg.inc
   std::vector<Mbarrier> mbarriers_;
   std::vector<CopyArrival> copy_arrivals_;
   std::vector<BulkCopy> loads_, stores_;  // not yet complete, in order of issue

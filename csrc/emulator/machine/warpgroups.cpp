@@ -184,18 +184,15 @@ void Block::wait_products(Warp& warp, uint64_t pending) {
 // Register counts
 
 bool Block::set_register_count(Warp& warp, const Insn& insn) {
-  const uint32_t count = static_cast<uint32_t>(insn.immediate);
-  const bool increases = insn.mode != 0;
-  if (increases ? count < warp.register_count : count > warp.register_count)
+  const int64_t change = insn.immediate - int64_t{warp.register_count};
+  if (insn.mode != 0 ? change < 0 : change > 0)
     fault(warp, 0, "registers",
-          "to " + std::to_string(count) + " registers a thread, which has " +
+          "to " + std::to_string(insn.immediate) + " registers a thread, which has " +
               std::to_string(warp.register_count));
-  const uint32_t change = increases ? count - warp.register_count : warp.register_count - count;
-  if (increases && change * kLanes > free_registers_) return false;
+  if (change * kLanes > free_registers_) return false;
   execute_together(warp, {warp.current, false, 0, 0});
-  free_registers_ += (increases ? 0 - change : change) * kLanes;
-  warp.register_count = count;
-  if (increases) return true;
+  free_registers_ -= change * kLanes;
+  warp.register_count = static_cast<uint32_t>(insn.immediate);
   for (Warp& other : warps_) wake(other, Wait::registers);  // they try again
   return true;
 }

@@ -25,10 +25,8 @@ const uint32_t* gather_operand(const uint8_t* shared, const uint32_t* chunks, in
     std::memcpy(bits, shared + chunks[i], kOperandChunk);
     for (int j = 0; j < 8; ++j) values[j] = to_element(bits[j], half);
     const int major = i / along, minor = i % along * 8;
-    for (int j = 0; j < 8; ++j) {
-      if (mn_major) put(minor + j, major, values[j]);
-      else put(major, minor + j, values[j]);
-    }
+    for (int j = 0; j < 8; ++j)
+      put(mn_major ? minor + j : major, mn_major ? major : minor + j, values[j]);
   }
   return chunks + 2 * rows;
 }
@@ -102,13 +100,6 @@ void control_wgmma(Warp& warp, const Insn& insn, uint32_t) {
   }
 }
 
-// Whether the factor of an operand is -1.
-bool is_negative_factor(const Decoder& d, size_t index) {
-  const int64_t factor = d.literal(index, -1, 1);
-  if (factor == 0) d.fail("operand " + std::to_string(index) + " is not 1 or -1");
-  return factor < 0;
-}
-
 void decode_product(Decoder& d) {
   int n = 8;
   while (n <= kMostColumns && !d.accept("m64n" + std::to_string(n) + "k16")) n += 8;
@@ -132,7 +123,9 @@ void decode_product(Decoder& d) {
   d.insn.slots[3] = d.source(3, Type::pred);
   d.insn.immediate = d.operand(3).negated;
   uint8_t mode = a == Type::f16 ? kHalf : 0;
-  if (is_negative_factor(d, 4) != is_negative_factor(d, 5)) mode |= kNegative;
+  const int64_t sign = d.literal(4, -1, 1) * d.literal(5, -1, 1);
+  if (sign == 0) d.fail("the factor of A or of B is not 1 or -1");
+  if (sign < 0) mode |= kNegative;
   if (!in_registers && d.literal(6, 0, 1) != 0) mode |= kTransposedA;
   if (d.literal(d.num_operands() - 1, 0, 1) != 0) mode |= kTransposedB;
   d.insn.mode = mode;
