@@ -152,7 +152,8 @@ def _why(planned: Variation, launches: list[LaunchWork]) -> list[str]:
             _problem(planned, launch), planned.batch.options.target, planned.known.ir
         ):
             spec = choice.spec
-            mark = "->" if spec.tile_kind == launch.kind and choice.chosen else "  "
+            few = launch.kind == "few_row"
+            mark = "->" if (spec.tile_kind == "few_row") == few and choice.chosen else "  "
             lines.append(
                 f"  {mark} {spec.tile_kind} {spec.tile_q} x {spec.tile_kv}: {choice.reason}"
             )
