@@ -399,7 +399,7 @@ class BatchCall:
 # --- interval forms of masks ----------------------------------------------------------------------
 
 def interval_functions() -> list[str]:
-    """The functions of fajit/interval*.h that statements of an `IntervalForm` may call."""
+    """The functions of fajit/interval/*.h that statements of an `IntervalForm` may call."""
 
 class IntervalForm:
     """The interval form of a mask, the same as in compiled kernels: see csrc/interval/program.h.
