@@ -23,7 +23,8 @@ All variables start with FLASHATTN_JIT_.
 |                           |                                                   | where nvcc is  |
 | FLASHATTN_JIT_CXX         | C++ compiler: a command, may have arguments       | $CXX, else c++ |
 | FLASHATTN_JIT_EMULATOR_COPIES | when asynchronous copies complete in the      | `late`         |
-|                           | emulator: as `late` as waits allow, or `early`    |                |
+|                           | emulator: as `late` as waits allow, `early`, or   |                |
+|                           | at moments drawn from a seed: `random:7`          |                |
 | FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                  | see locks.py   |
 | FLASHATTN_JIT_LOCK_WAIT_S | seconds to wait for another process' build        | 300            |
 | FLASHATTN_JIT_LOG         | level of the logger `flashattn_jit`               | unset          |
@@ -50,7 +51,7 @@ from flashattn_jit import _C
 from flashattn_jit.errors import EnvironmentVariableError
 
 CompileMode = Literal["missing", "always", "never"]
-EmulatorCopies = Literal["late", "early"]
+EmulatorCopies = Literal["late", "early"] | int
 
 _PREFIX = "FLASHATTN_JIT_"
 
@@ -181,8 +182,19 @@ def cxx_variable() -> str:
 
 
 def emulator_copies() -> EmulatorCopies:
-    """When asynchronous copies arrive in the emulator. Raises EnvironmentVariableError."""
-    return cast(EmulatorCopies, _choice("EMULATOR_COPIES", get_args(EmulatorCopies)))
+    """When asynchronous copies arrive in the emulator: a name, or the seed of random moments.
+
+    Raises EnvironmentVariableError.
+    """
+    value = _read("EMULATOR_COPIES") or "late"
+    if value in ("late", "early"):
+        return cast(EmulatorCopies, value)
+    found = re.fullmatch(r"random:(\d{1,18})", value, re.ASCII)
+    if found is None:
+        raise EnvironmentVariableError(
+            f"{_PREFIX}EMULATOR_COPIES={value!r} must be one of late, early, random:SEED"
+        )
+    return int(found[1])
 
 
 def lock_dir() -> Path | None:

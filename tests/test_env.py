@@ -89,9 +89,12 @@ def test_copies_of_the_emulator_are_late_unless_set(monkeypatch: pytest.MonkeyPa
     assert env.emulator_copies() == "late"
     monkeypatch.setenv("FLASHATTN_JIT_EMULATOR_COPIES", "early")
     assert env.emulator_copies() == "early"
-    monkeypatch.setenv("FLASHATTN_JIT_EMULATOR_COPIES", "never")
-    with pytest.raises(EnvironmentVariableError, match="late, early"):
-        env.emulator_copies()
+    monkeypatch.setenv("FLASHATTN_JIT_EMULATOR_COPIES", "random:12")
+    assert env.emulator_copies() == 12
+    for wrong in ("never", "random", "random:", "random:x", "12"):
+        monkeypatch.setenv("FLASHATTN_JIT_EMULATOR_COPIES", wrong)
+        with pytest.raises(EnvironmentVariableError, match="late, early, random:SEED"):
+            env.emulator_copies()
 
 
 def test_pages_are_checked_as_set_or_by_their_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,8 @@ char* fajit_emulator_run(void* program, const fajit_emulator_launch* launch) {
       if (given.initialised == 0) allocation.written.reset(new uint8_t[given.bytes]());
       request.allocations.push_back(std::move(allocation));
     }
-    request.options.late_copies = launch->late_copies != 0;
+    request.options.completion = static_cast<Completion>(launch->completion);
+    request.options.seed = launch->seed;
     request.options.check_races = launch->check_races != 0;
     request.options.check_uninitialised = launch->check_uninitialised != 0;
     request.options.step_limit = launch->step_limit;

@@ -24,8 +24,9 @@ struct fajit_emulator_launch {
   int64_t param_bytes;
   const fajit_emulator_allocation* allocations;
   int64_t num_allocations;
-  uint64_t step_limit;
-  int32_t late_copies, check_races, check_uninitialised;
+  uint64_t step_limit, seed;
+  int32_t completion;  // of asynchronous operations: 0 late, 1 early, 2 at moments drawn from seed
+  int32_t check_races, check_uninitialised;
   int32_t overlaps;  // the kernel before this one; it may write the allocations that are pending
 };
 

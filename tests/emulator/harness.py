@@ -16,6 +16,9 @@ import numpy as np
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.emulator import programs
 
+MOMENTS: tuple[Any, ...] = ("late", "early", *range(20))
+"""When asynchronous operations complete: names, and seeds of random moments."""
+
 HEADER = ".version 8.0\n.target {target}\n.address_size 64\n"
 
 

@@ -169,8 +169,8 @@ def test_named_barriers_order_those_who_come() -> None:
 # Asynchronous copies
 
 
-@pytest.mark.parametrize("moment", ["late", "early"])
-def test_copies_are_in_flight_until_waited_for(moment: str) -> None:
+@pytest.mark.parametrize("moment", ["late", "early", 1, 2])
+def test_copies_are_in_flight_until_waited_for(moment: Any) -> None:
     read = "ld.shared.u32 %r9, [%r6];"
     error = fault(COPY + read, async_copies=moment)
     assert error.kind == "in flight" and "a wait is missing" in str(error)

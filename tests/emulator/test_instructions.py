@@ -9,6 +9,8 @@ import pytest
 
 from flashattn_jit.errors import EmulatorFault
 from tests.emulator.harness import kernel, launch
+from tests.emulator.products import Product
+from tests.emulator.products import run as run_product
 
 LANES = np.arange(32)
 
@@ -137,6 +139,50 @@ def test_matrix_loads(count: int, transposed: bool) -> None:
         matrix = matrix.T if transposed else matrix
         pairs = matrix.reshape(32, 2).astype(np.uint32)
         np.testing.assert_array_equal(out[:, i], pairs[:, 0] | pairs[:, 1] << 16)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_matrix_stores(count: int, transposed: bool) -> None:
+    """Rows at random multiples of 16 bytes; each lane then reads 16 bytes of the 512."""
+    order = np.random.default_rng(count).permutation(32)
+    words = random_bits((32, 5), 3)
+    words[:, 0] = order
+    names = ", ".join(f"%r{20 + i}" for i in range(count))
+    trans = ".trans" if transposed else ""
+    body = (
+        "mov.u32 %r60, %laneid; mul.wide.u32 %w60, %r60, 20; add.u64 %w61, %a0, %w60;\n"
+        "ld.global.u32 %r1, [%w61]; mov.u32 %r5, buffer; shl.b32 %r2, %r60, 4;\n"
+        "add.u32 %r2, %r2, %r5; mov.u32 %r6, 0; st.shared.v4.u32 [%r2], {%r6, %r6, %r6, %r6};\n"
+        "bar.warp.sync -1; shl.b32 %r1, %r1, 4; add.u32 %r1, %r1, %r5;\n"
+        + "".join(f"ld.global.u32 %r{20 + i}, [%w61+{4 + 4 * i}];\n" for i in range(4))
+        + f"stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r1], {{{names}}};\n"
+        "bar.warp.sync -1; ld.shared.v4.u32 {%r10, %r11, %r12, %r13}, [%r2];\n"
+        "mul.wide.u32 %w60, %r60, 16; add.u64 %w61, %a1, %w60;\n"
+        "st.global.v4.u32 [%w61], {%r10, %r11, %r12, %r13};"
+    )
+    out = np.zeros((32, 8), np.uint16)
+    launch(kernel(body, 2, "sm_90", shared=512), [words, out])
+    expected = np.zeros((32, 8), np.uint16)
+    for i in range(count):
+        pairs = np.stack([words[:, 1 + i] & 0xFFFF, words[:, 1 + i] >> 16], axis=1)
+        matrix = pairs.astype(np.uint16).reshape(8, 8)
+        expected[order[8 * i : 8 * i + 8]] = matrix.T if transposed else matrix
+    np.testing.assert_array_equal(out, expected)
+    with pytest.raises(EmulatorFault, match="no __syncwarp since the write by warp 0"):
+        unordered = body.replace("bar.warp.sync -1; ld.shared", "ld.shared")
+        launch(kernel(unordered, 2, "sm_90", shared=512), [words, out])
+
+
+def test_warpgroup_products() -> None:
+    """test_wgmma.py has the others."""
+    run_product(Product())
+
+
+def test_register_counts() -> None:
+    """test_wgmma.py has the others."""
+    lines = "setmaxnreg.dec.sync.aligned.u32 24; setmaxnreg.inc.sync.aligned.u32 248;"
+    launch(kernel(lines, 0, "sm_90a"), [], block=(128, 1, 1))
 
 
 # Other lanes
@@ -400,11 +446,20 @@ def test_atomics() -> None:
 
 def test_hints() -> None:
     lines = """
-    prefetch.global.L2 [%a0]; membar.gl; fence.acq_rel.gpu; fence.proxy.async; nanosleep.u32 20;
+    prefetch.global.L2 [%a0]; membar.gl; nanosleep.u32 20;
     createpolicy.fractional.L2::evict_first.b64 %w1, 1.0;
     ld.global.L2::cache_hint.u32 %r10, [%a0], %w1;
     """
     np.testing.assert_array_equal(per_lane(lines, LANES + 3, 1)[:, 0], 3)
+
+
+def test_fences() -> None:
+    """What they order is in test_tensor_copies.py; here, that they change nothing else."""
+    lines = """
+    fence.acq_rel.gpu; fence.proxy.async;
+    fence.proxy.async.shared::cta; fence.proxy.async.global; fence.mbarrier_init.release.cluster;
+    """
+    np.testing.assert_array_equal(per_lane(lines + "mov.u32 %r10, %r1;", LANES, 1)[:, 0], LANES)
 
 
 @pytest.mark.parametrize("overlaps", [None, ("array0",)])
@@ -418,8 +473,8 @@ def test_overlapping_launches(overlaps: tuple[str, ...] | None) -> None:
     assert data[1][0] == 3
 
 
-@pytest.mark.parametrize("moment", ["late", "early"])
-def test_asynchronous_copies(moment: str) -> None:
+@pytest.mark.parametrize("moment", ["late", "early", 1, 2])
+def test_asynchronous_copies(moment: Any) -> None:
     """Copy sizes, zeros beyond the source size, and a wait for the older of two groups."""
     body = """
     mov.u32 %r1, %laneid; mov.u32 %r2, buffer; shl.b32 %r3, %r1, 4; add.u32 %r4, %r2, %r3;

@@ -1,5 +1,6 @@
 // Set-up of a block, checked memory accesses, and the source locations in fault messages.
 #include <algorithm>
+#include <numeric>
 
 #include "machine/machine.h"
 
@@ -12,6 +13,7 @@ Block::Block(const Launch& launch) : launch_(launch) {
   const size_t stride = (kernel.register_words + 31) / 32 * 32;
   registers_.reset(new (kRegisterAlignment) uint32_t[stride * num_warps]());
   warps_.resize(num_warps);
+  turns_.resize(num_warps);
   variables_ = kernel.shared;
   shared_end_ = std::max(kernel.static_shared_end, kSharedBase);
   for (Variable& variable : variables_) {
@@ -45,7 +47,12 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
   position_[2] = z;
   steps_ = 0;
   history_.start();
+  generator_ = launch_.options.seed;
+  for (const uint32_t at : position_) generator_ = (generator_ ^ at) * 0xd1342543de82ef95ull + 1;
+  std::iota(turns_.begin(), turns_.end(), 0u);
   std::fill(std::begin(barriers_), std::end(barriers_), Barrier{});
+  mbarriers_.clear();
+  copy_arrivals_.clear();
   std::fill(shared_.begin(), shared_.end(), uint8_t{0xcd});
   std::fill(local_.begin(), local_.end(), uint8_t{0xcd});
   for (Warp& warp : warps_) {
@@ -56,8 +63,10 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
     std::fill_n(warp.wait, kLanes, Wait::none);
     std::fill_n(warp.committed, kLanes, 0u);
     warp.copies.clear();
+    warp.issued = 0;
     fill_specials(warp);
   }
+  reset_warpgroups();
 }
 
 void Block::fill_specials(Warp& warp) {
@@ -119,6 +128,20 @@ const Variable* Block::shared_variable(uint64_t address) const {
   return nullptr;
 }
 
+const Variable* Block::variable_before(int64_t offset) const {
+  const Variable* best = nullptr;
+  for (const Variable& variable : variables_)
+    if (best == nullptr || offset >= static_cast<int64_t>(variable.offset)) best = &variable;
+  return best;
+}
+
+uint32_t Block::shared_offset(const Warp& warp, int lane, Space space, uint64_t address) const {
+  const uint64_t offset = space == Space::generic ? address - kSharedWindow : address;
+  if (offset != static_cast<uint32_t>(offset))
+    fault_at(warp, lane, "out of bounds", "the address is not one of shared memory", address);
+  return static_cast<uint32_t>(offset);
+}
+
 uint8_t* Block::shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes,
                               const char* access) {
   if (address % bytes != 0)
@@ -135,10 +158,15 @@ uint8_t* Block::shared_inside(const Warp& warp, int lane, uint64_t address, unsi
 }
 
 uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
+  return shared_by(warp, lane, static_cast<uint32_t>(lane), address, bytes, access);
+}
+
+uint8_t* Block::shared_by(Warp& warp, int lane, uint32_t by, uint64_t address, unsigned bytes,
+                          Access access) {
   const bool reads = access == Access::read;
   uint8_t* at = shared_inside(warp, lane, address, bytes, reads ? "a read" : "a write");
   if (track_) {
-    const uint32_t offset = static_cast<uint32_t>(address), by = static_cast<uint32_t>(lane);
+    const uint32_t offset = static_cast<uint32_t>(address);
     const Conflict conflict = reads ? history_.read(warp.index, by, warp.current, offset, bytes)
                                     : history_.write(warp.index, by, warp.current, offset, bytes,
                                                      access == Access::atomic);
@@ -148,14 +176,8 @@ uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes
   return at;
 }
 
-uint8_t* Block::shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes) {
-  uint8_t* at = shared_inside(warp, lane, address, bytes, "a read");
-  if (track_) {
-    const Conflict conflict =
-        history_.read(warp.index, kAnyLane, warp.current, static_cast<uint32_t>(address), bytes);
-    if (conflict.kind != Conflict::Kind::none) report(warp, lane, conflict, "a read");
-  }
-  return at;
+uint8_t* Block::shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
+  return shared_by(warp, lane, kAnyLane, address, bytes, access);
 }
 
 void Block::report(const Warp& warp, int lane, const Conflict& conflict, const char* access) {
@@ -165,19 +187,36 @@ void Block::report(const Warp& warp, int lane, const Conflict& conflict, const c
     fault_at(warp, lane, "uninitialised", "a read of shared memory that nothing has written",
              address);
   }
-  const std::string by = conflict.lane == kAnyLane
-                             ? "warp " + std::to_string(conflict.warp)
-                             : "thread " + thread_name(warps_[conflict.warp], conflict.lane);
+  const std::string where = source_of(conflict.pc);
+  std::string by = conflict.lane < kLanes
+                       ? "thread " + thread_name(warps_[conflict.warp], conflict.lane)
+                       : "warp " + std::to_string(conflict.warp);
   if (conflict.kind == Conflict::Kind::in_flight)
     fault_at(warp, lane, "in flight",
-             std::string(access) + " of bytes that a copy by " + by + ", issued at " +
-                 source_of(conflict.pc) + ", may still be writing: a wait is missing",
+             std::string(access) + " of bytes that " +
+                 (conflict.with_write ? "a copy by " : "an asynchronous operation of ") + by +
+                 ", issued at " + where + ", may still be " +
+                 (conflict.with_write ? "writing" : "reading") + ": a wait is missing",
+             address);
+  if (conflict.kind == Conflict::Kind::mbarrier)
+    fault_at(warp, lane, "mbarrier",
+             std::string(access) + " of bytes of the mbarrier that was initialised at " + where,
+             address);
+  if (conflict.kind == Conflict::Kind::proxy)
+    fault_at(warp, lane, "proxy",
+             std::string(access) +
+                 " by the asynchronous proxy: fence.proxy.async is missing after " +
+                 (conflict.with_write ? "the write" : "the read") + " by " + by + " at " + where,
+             address);
+  if (conflict.warp >= kMaxWarps)
+    fault_at(warp, lane, "race",
+             std::string(access) + " of bytes of the copy issued at " + where +
+                 ", with no wait for the mbarrier that it completes",
              address);
   const bool same_warp = conflict.warp == warp.index;
   fault_at(warp, lane, "race",
            std::string(access) + " with no " + (same_warp ? "__syncwarp" : "barrier") + " since " +
-               (conflict.with_write ? "the write" : "the read") + " by " + by + " at " +
-               source_of(conflict.pc),
+               (conflict.with_write ? "the write" : "the read") + " by " + by + " at " + where,
            address);
 }
 
@@ -227,6 +266,10 @@ uint8_t* Block::at(Warp& warp, Space space, int lane, uint64_t address, unsigned
 
 void Block::sync_warp(Warp& warp, uint32_t mask) { history_.meet(warp.index, mask); }
 
+void Block::fence_proxy(Warp& warp, uint32_t mask) {
+  history_.fence(warp.index, mask == warp.alive ? kAllLanes : mask);
+}
+
 std::string Block::source_of(uint32_t pc) const {
   const Location& where = kernel().source_locations[kernel().locations[pc]];
   auto name = [&](uint32_t file, uint32_t line) {
@@ -272,9 +315,7 @@ void Block::fault_at(const Warp& warp, int lane, const std::string& kind, const 
   info.address = address;
   if ((address & kWindowMask) == kSharedWindow) {
     const int64_t offset = static_cast<int64_t>(address - kSharedWindow);
-    const Variable* best = nullptr;
-    for (const Variable& variable : variables_)
-      if (best == nullptr || offset >= static_cast<int64_t>(variable.offset)) best = &variable;
+    const Variable* best = variable_before(offset);
     info.allocation = best == nullptr ? "shared memory" : "shared " + best->name;
     info.offset = best == nullptr ? offset : offset - static_cast<int64_t>(best->offset);
   } else if ((address & kWindowMask) == kLocalWindow) {

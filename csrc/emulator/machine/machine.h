@@ -10,12 +10,18 @@
 #include "machine/fault.h"
 #include "machine/memory.h"
 #include "machine/races.h"
+#include "machine/warpgroups.h"
 #include "ptx/insn.h"
 
 namespace fajit::emulator {
 
+// When asynchronous operations take effect: as late as waits allow, when they are issued, or at
+// drawn moments. Warps run in a drawn order too in the last case.
+enum class Completion : uint8_t { late, early, random };
+
 struct Options {
-  bool late_copies = true;  // cp.async writes when it is waited for, otherwise when it is issued
+  Completion completion = Completion::late;
+  uint64_t seed = 0;  // of random completion
   bool check_races = true;
   bool check_uninitialised = true;         // report reads of shared memory that was never written
   uint64_t step_limit = 4'000'000'000ull;  // warp instructions of one block
@@ -35,15 +41,29 @@ struct Launch {
 
 enum class Access : uint8_t { read, write, atomic };
 
-enum class Wait : uint8_t { none, rendezvous, barrier };
+enum class Wait : uint8_t { none, rendezvous, barrier, mbarrier, registers };
+
+inline constexpr uint32_t kChunk = 16;  // bytes of an operand of wgmma that are adjacent
 
 struct AsyncCopy {
   uint8_t lane;
   uint8_t bytes, source_bytes;
   uint32_t group;
   uint32_t pc;
+  uint32_t serial;  // in the warp
   uint32_t shared;  // offset
   uint64_t source;
+  bool performed;  // the bytes are written; the copy may still be in flight for who reads them
+};
+
+// cp.async.mbarrier.arrive: lanes that arrive when the copies that they issued before are complete.
+struct CopyArrival {
+  uint32_t warp, lanes;
+  uint32_t before;  // serial of the copies that come later
+  uint32_t pc;
+  uint32_t mbarrier;  // offset
+  uint32_t clock;     // of the warp, when it was issued
+  Order order;
 };
 
 class Block;
@@ -59,9 +79,12 @@ struct Warp {
   uint32_t current = 0;   // pc of the running instruction
   uint32_t pc[kLanes] = {};
   Wait wait[kLanes] = {};
-  uint32_t barrier[kLanes] = {};  // barrier that a lane waits at
+  uint32_t barrier[kLanes] = {};  // barrier or mbarrier that a lane waits at
   std::vector<AsyncCopy> copies;  // not yet complete, in order of issue
+  uint32_t issued = 0;            // copies
   uint32_t committed[kLanes] = {};
+  WarpProducts products;
+  uint32_t register_count = 0;  // of a thread, as set by setmaxnreg
 
   uint32_t* words(uint32_t slot) const { return registers + slot; }
   uint64_t* longs(uint32_t slot) const { return reinterpret_cast<uint64_t*>(registers + slot); }
@@ -74,10 +97,23 @@ struct Barrier {
   uint32_t expected = 0;  // 0: no thread waits
   uint32_t votes = 0;     // threads whose predicate is true
   uint32_t pc = 0;        // of the first arrival
-  Clocks clocks;          // joined clocks of the warps that arrived
+  Order order;            // joined clocks of the warps that arrived
 };
 
 inline constexpr int kBarriers = 16;
+
+struct Mbarrier {
+  uint32_t offset = 0;    // in shared memory; 0: none
+  uint32_t expected = 0;  // arrivals of a phase
+  uint32_t pending = 0;   // arrivals that the current phase lacks
+  int32_t bytes = 0;      // that it expects asynchronous copies to write (tx-count)
+  uint32_t phase = 0;
+  uint32_t initialiser = 0;  // thread
+  bool fenced = false;       // fence.mbarrier_init followed
+  Order order, completed;    // joined clocks of who arrived in this phase and in the one before
+};
+
+inline constexpr uint32_t kMostArrivals = (1u << 20) - 1;  // and bytes
 
 inline constexpr std::align_val_t kRegisterAlignment{64};  // for vector loads
 
@@ -99,8 +135,9 @@ class Block {
   uint8_t* global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
                      unsigned align = 0);
   uint8_t* shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
-  // A row of ldmatrix, which all lanes read.
-  uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes);
+  // A row of ldmatrix or stmatrix, which all lanes access.
+  uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
+  const uint8_t* shared_memory() const { return shared_.data(); }
   uint8_t* local_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* param_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* at(Warp& warp, Space space, int lane, uint64_t address, unsigned bytes, Access access);
@@ -110,7 +147,40 @@ class Block {
   void wait_copies(Warp& warp, uint32_t mask, uint32_t pending);
   void wait_all_copies(Warp& warp, uint32_t mask);
 
-  void sync_warp(Warp& warp, uint32_t mask);  // bar.warp.sync: orders the accesses of its lanes
+  // warpgroups.cpp
+  void execute_together(Warp& warp, const GroupEvent& event);
+  // chunks: the addresses of what it reads, in shared memory.
+  void issue_product(Warp& warp, const Insn& insn, Product product, const uint32_t* chunks);
+  void wait_products(Warp& warp, uint64_t pending);  // groups that may still be in flight
+
+  // The arrival of the lanes when the copies that they have issued are complete. counted: it is
+  // one more than the mbarrier was initialised for.
+  void arrive_after_copies(Warp& warp, uint32_t mask, Mbarrier& mbarrier, bool counted);
+
+  // The offset of an address of shared memory.
+  uint32_t shared_offset(const Warp& warp, int lane, Space space, uint64_t address) const;
+
+  void init_mbarrier(Warp& warp, int lane, uint32_t offset, uint32_t count);
+  void invalidate_mbarrier(Warp& warp, int lane, uint32_t offset);
+  void fence_mbarriers(const Warp& warp, uint32_t mask);  // fence.mbarrier_init
+  // An mbarrier that the lane uses, itself or by an asynchronous copy.
+  Mbarrier& use_mbarrier(Warp& warp, int lane, uint32_t offset, bool asynchronous = false);
+  // Count bytes and arrivals, and complete the phase where nothing is missing.
+  void count_bytes(const Warp& warp, int lane, Mbarrier& mbarrier, int64_t bytes);
+  void count_arrivals(const Warp& warp, int lane, Mbarrier& mbarrier, uint32_t count);
+  // Passes what the lanes did and know to who waits for the phase, and the other way.
+  void release_to(Warp& warp, uint32_t mask, Mbarrier& mbarrier);
+  void acquire_from(Warp& warp, const Mbarrier& mbarrier);
+  // The lanes wait until the current phase is complete, or have only asked whether it is.
+  void suspend(Warp& warp, uint32_t mask, const Mbarrier& mbarrier);
+  void count_poll() { ++polls_; }
+
+  void sync_warp(Warp& warp, uint32_t mask);    // bar.warp.sync: orders the accesses of its lanes
+  void fence_proxy(Warp& warp, uint32_t mask);  // fence.proxy.async
+
+  // Whether an asynchronous operation that is issued now takes effect at once.
+  bool completes_at_issue();
+  uint32_t draw(uint32_t n);  // a number below n, from the seed and the block's position
 
   [[noreturn]] void fault(const Warp& warp, int lane, const std::string& kind,
                           const std::string& detail) const;
@@ -127,18 +197,38 @@ class Block {
   void arrive(Warp& warp, const Insn& insn, uint32_t mask);
   void release(uint32_t barrier);
   [[noreturn]] void report_deadlock();
+  bool complete_one();  // of the asynchronous operations that are pending; false: none is
+  // mbarriers.cpp
+  Mbarrier& initialised(const Warp& warp, int lane, uint32_t offset);
+  void complete_phase(Mbarrier& mbarrier);
+  std::string describe(const Mbarrier& mbarrier) const;
+  // warpgroups.cpp
+  void reset_warpgroups();
+  void finish_warpgroups();
+  void check_registers(Warp& warp);  // that the current instruction shares with some wgmma
+  void hold_registers(Warp& warp, const Insn& insn, uint32_t serial);
+  void perform_products(Warp& warp, size_t count);
+  void step_products(Warp& warp);
+  bool set_register_count(Warp& warp, const Insn& insn);  // false: it has to wait
+  [[noreturn]] void fault_held(const Warp& warp, uint32_t serial, const std::string& access) const;
   // block.cpp
   void reset(uint32_t x, uint32_t y, uint32_t z);
   void fill_specials(Warp& warp);
   void thread_position(const Warp& warp, uint32_t lane, uint32_t (&thread)[3]) const;
   void perform(const AsyncCopy& copy);
-  template <class Done> void finish_copies(Warp& warp, Done done);
+  template <class Done> void finish_copies(Warp& warp, uint32_t clock, Done done);
+  void finish_copy_arrival(size_t index);
   FaultInfo describe(const Warp& warp, int lane, const std::string& kind,
                      const std::string& detail) const;
+  uint8_t* shared_by(Warp& warp, int lane, uint32_t by, uint64_t address, unsigned bytes,
+                     Access access);
   uint8_t* shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes,
                          const char* access);
   void report(const Warp& warp, int lane, const Conflict& conflict, const char* access);
   const Variable* shared_variable(uint64_t address) const;
+  const Variable* variable_before(int64_t offset) const;
+
+  bool random() const { return launch_.options.completion == Completion::random; }
 
   const Launch& launch_;
   uint32_t position_[3] = {0, 0, 0};
@@ -150,10 +240,17 @@ class Block {
   std::vector<uint8_t> shared_, local_;
   std::vector<Variable> variables_;  // shared variables; the dynamic array has its actual size
   Barrier barriers_[kBarriers];
+  std::vector<Warpgroup> warpgroups_;
+  uint32_t free_registers_ = 0;  // for setmaxnreg.inc
+  std::vector<Mbarrier> mbarriers_;
+  std::vector<CopyArrival> copy_arrivals_;
+  uint64_t polls_ = 0;  // tests of phases that were not complete
   SharedHistory history_;
   bool track_ = false;
   uint32_t global_hint_ = 0;
   uint64_t steps_ = 0;
+  uint64_t generator_ = 0;
+  std::vector<uint32_t> turns_;  // warps, in the order in which they run
 };
 
 }  // namespace fajit::emulator

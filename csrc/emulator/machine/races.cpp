@@ -7,8 +7,36 @@ namespace {
 
 constexpr uint8_t kAtomic = 0x80;
 constexpr uint32_t kLastClock = (1u << 26) - (1u << 20);
+// Of a byte's use; smaller values count asynchronous readers.
+constexpr uint16_t kReserved = 0xfffe, kWriting = 0xffff;
+constexpr uint32_t kMbarrierBytes = 8;
 
 }  // namespace
+
+void Clocks::clear() {
+  std::fill(std::begin(all_), std::end(all_), 0u);
+  std::fill(single_.begin(), single_.end(), 0u);
+}
+
+void Clocks::join(const Clocks& other) {
+  for (int i = 0; i < kAgents; ++i) all_[i] = std::max(all_[i], other.all_[i]);
+  if (other.single_.empty()) return;
+  single_.resize(other.single_.size());
+  for (size_t i = 0; i < single_.size(); ++i) single_[i] = std::max(single_[i], other.single_[i]);
+  // The lanes may have come one by one.
+  for (uint32_t warp = 0; warp < kMaxWarps; ++warp) raise_common(warp);
+}
+
+void Clocks::raise_lane(uint32_t warp, uint32_t lane, uint32_t clock) {
+  single_.resize(kMaxWarps * kLaneCodes);
+  uint32_t& value = single_[warp * kLaneCodes + lane];
+  value = std::max(value, clock);
+}
+
+void Clocks::raise_common(uint32_t warp) {
+  const auto first = single_.begin() + warp * kLaneCodes;
+  raise(warp, *std::min_element(first, first + kLaneCodes));
+}
 
 void SharedHistory::resize(uint32_t bytes, uint32_t warps, bool races) {
   races_ = races;
@@ -18,8 +46,8 @@ void SharedHistory::resize(uint32_t bytes, uint32_t warps, bool races) {
   states_.assign(warps, WarpState{});
   write_stamp_.assign(bytes, 0);
   write_pc_.assign(bytes, 0);
-  write_warp_.assign(bytes, 0);
-  in_flight_.assign(bytes, 0);
+  write_agent_.assign(bytes, 0);
+  use_.assign(bytes, 0);
   read_stamp_.assign(static_cast<size_t>(bytes) * warps, 0);
   read_pc_.assign(static_cast<size_t>(bytes) * warps, 0);
 }
@@ -28,23 +56,44 @@ void SharedHistory::resize(uint32_t bytes, uint32_t warps, bool races) {
 void SharedHistory::start() {
   uint32_t latest = begin_;
   for (const WarpState& state : states_) latest = std::max(latest, state.clock);
+  for (const uint32_t clock : phases_) latest = std::max(latest, clock);
   if (latest > kLastClock) {
     resize(bytes_, warps_, races_);
     latest = begin_;
   }
   begin_ = latest + 1;
-  std::fill(in_flight_.begin(), in_flight_.end(), uint8_t{0});
+  std::fill(use_.begin(), use_.end(), uint16_t{0});
+  std::fill(std::begin(phases_), std::end(phases_), begin_);
+  fences_ = false;
   for (WarpState& state : states_) {
     state.clock = begin_;
-    std::fill_n(state.known, kMaxWarps, begin_ - 1);
+    state.known.clear();
+    state.fenced.clear();
     state.lanes_known = begin_ - 1;
     state.partial = false;
   }
 }
 
 Conflict SharedHistory::with_write(Conflict::Kind kind, uint32_t at) const {
-  const uint32_t writer = write_warp_[at] & ~uint32_t{kAtomic};
+  const uint32_t writer = write_agent_[at] & ~uint32_t{kAtomic};
   return {kind, true, writer, write_stamp_[at] & 63, write_pc_[at], at};
+}
+
+Conflict SharedHistory::with_use(uint32_t at) const {
+  if (use_[at] == kWriting) return with_write(Conflict::Kind::in_flight, at);
+  if (use_[at] == kReserved) return with_write(Conflict::Kind::mbarrier, at);
+  Conflict result{Conflict::Kind::in_flight, false, 0, kAnyLane, 0, at};
+  uint64_t latest = 0;  // an asynchronous read, if ordinary ones have not replaced it
+  for (uint32_t warp = 0; warp < warps_; ++warp) {
+    const size_t index = static_cast<size_t>(warp) * bytes_ + at;
+    const uint32_t stamp = read_stamp_[index];
+    const uint64_t rank = uint64_t{(stamp & 63) == kAsyncLane} << 32 | stamp;
+    if (rank < latest) continue;
+    latest = rank;
+    result.warp = warp;
+    result.pc = read_pc_[index];
+  }
+  return result;
 }
 
 Conflict SharedHistory::read(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
@@ -56,12 +105,11 @@ Conflict SharedHistory::read(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t
   Conflict result;
   for (uint32_t at = offset; at < offset + bytes; ++at) {
     const uint32_t stamp = write_stamp_[at];
-    if (in_flight_[at] != 0) {
-      result.kind = Conflict::Kind::in_flight;
-    } else if (stamp >> 6 < begin_) {
+    if (use_[at] >= kReserved) return with_use(at);
+    if (stamp >> 6 < begin_) {
       if (result.kind == Conflict::Kind::none)
         result.kind = Conflict::Kind::unwritten, result.byte = at;
-    } else if (races_ && !ordered(state, warp, lane, write_warp_[at] & ~kAtomic, stamp)) {
+    } else if (races_ && !ordered(state, warp, lane, write_agent_[at] & ~kAtomic, stamp)) {
       result.kind = Conflict::Kind::race;
     }
     if (result.kind > Conflict::Kind::unwritten) return with_write(result.kind, at);
@@ -78,8 +126,8 @@ Conflict SharedHistory::write(uint32_t warp, uint32_t lane, uint32_t pc, uint32_
   const uint32_t own = state.clock << 6 | lane;
   for (uint32_t at = offset; at < offset + bytes; ++at) {
     const uint32_t stamp = write_stamp_[at];
-    const uint8_t writer = write_warp_[at];
-    if (in_flight_[at] != 0) return with_write(Conflict::Kind::in_flight, at);
+    const uint8_t writer = write_agent_[at];
+    if (use_[at] != 0) return with_use(at);
     if (races_ && stamp >> 6 >= begin_ && !(atomic && (writer & kAtomic) != 0) &&
         !ordered(state, warp, lane, writer & ~kAtomic, stamp))
       return with_write(Conflict::Kind::race, at);
@@ -90,7 +138,7 @@ Conflict SharedHistory::write(uint32_t warp, uint32_t lane, uint32_t pc, uint32_
       return {Conflict::Kind::race, false, other, seen & 63, read_pc_[index], at};
     }
     write_stamp_[at] = own;
-    write_warp_[at] = static_cast<uint8_t>(warp | (atomic ? kAtomic : 0));
+    write_agent_[at] = static_cast<uint8_t>(warp | (atomic ? kAtomic : 0));
     write_pc_[at] = pc;
   }
   return Conflict{};
@@ -99,22 +147,104 @@ Conflict SharedHistory::write(uint32_t warp, uint32_t lane, uint32_t pc, uint32_
 Conflict SharedHistory::launch(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
                                uint32_t bytes) {
   const Conflict result = write(warp, lane, pc, offset, bytes, false);
-  if (races_) std::fill_n(in_flight_.begin() + offset, bytes, uint8_t{1});
+  if (races_) std::fill_n(use_.begin() + offset, bytes, kWriting);
   return result;
 }
 
-void SharedHistory::land(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
+void SharedHistory::land(uint32_t warp, uint32_t lane, uint32_t clock, uint32_t pc, uint32_t offset,
                          uint32_t bytes) {
-  std::fill_n(in_flight_.begin() + offset, bytes, uint8_t{0});
-  std::fill_n(write_stamp_.begin() + offset, bytes, states_[warp].clock << 6 | lane);
-  std::fill_n(write_warp_.begin() + offset, bytes, static_cast<uint8_t>(warp));
+  std::fill_n(use_.begin() + offset, bytes, uint16_t{0});
+  std::fill_n(write_stamp_.begin() + offset, bytes, clock << 6 | lane);
+  std::fill_n(write_agent_.begin() + offset, bytes, static_cast<uint8_t>(warp));
   std::fill_n(write_pc_.begin() + offset, bytes, pc);
+}
+
+Conflict SharedHistory::begin_async_read(uint32_t warp, uint32_t pc, uint32_t offset,
+                                         uint32_t bytes, uint32_t lane) {
+  const WarpState& state = states_[warp];
+  uint32_t* stamps = read_stamp_.data() + static_cast<size_t>(warp) * bytes_;
+  uint32_t* pcs = read_pc_.data() + static_cast<size_t>(warp) * bytes_;
+  Conflict result;
+  for (uint32_t at = offset; at < offset + bytes; ++at) {
+    const uint32_t stamp = write_stamp_[at];
+    const uint32_t writer = write_agent_[at] & ~uint32_t{kAtomic};
+    if (use_[at] >= kReserved) return with_use(at);
+    if (stamp >> 6 < begin_) {
+      if (result.kind == Conflict::Kind::none)
+        result.kind = Conflict::Kind::unwritten, result.byte = at;
+    } else if (races_ && !ordered(state, warp, lane, writer, stamp)) {
+      return with_write(Conflict::Kind::race, at);
+    } else if (races_ && writer < kMaxWarps && !fenced(state, writer, stamp)) {
+      return with_write(Conflict::Kind::proxy, at);
+    }
+    if (races_) ++use_[at];
+    stamps[at] = state.clock << 6 | kAsyncLane;
+    pcs[at] = pc;
+  }
+  return result;
+}
+
+void SharedHistory::end_async_read(uint32_t warp, uint32_t pc, uint32_t offset, uint32_t bytes) {
+  uint32_t* stamps = read_stamp_.data() + static_cast<size_t>(warp) * bytes_;
+  uint32_t* pcs = read_pc_.data() + static_cast<size_t>(warp) * bytes_;
+  for (uint32_t at = offset; at < offset + bytes; ++at) {
+    if (races_) --use_[at];
+    stamps[at] = states_[warp].clock << 6 | kAsyncLane;
+    pcs[at] = pc;
+  }
+}
+
+Conflict SharedHistory::begin_async_write(uint32_t warp, uint32_t lane, uint32_t pc,
+                                          uint32_t offset, uint32_t bytes) {
+  const WarpState& state = states_[warp];
+  for (uint32_t at = offset; races_ && at < offset + bytes; ++at) {
+    const uint32_t stamp = write_stamp_[at];
+    const uint32_t writer = write_agent_[at] & ~uint32_t{kAtomic};
+    if (stamp >> 6 >= begin_ && ordered(state, warp, lane, writer, stamp) && writer < kMaxWarps &&
+        !fenced(state, writer, stamp))
+      return with_write(Conflict::Kind::proxy, at);
+    for (uint32_t other = 0; other < warps_; ++other) {
+      const size_t index = static_cast<size_t>(other) * bytes_ + at;
+      const uint32_t seen = read_stamp_[index];
+      if (seen >> 6 >= begin_ && (seen & 63) != kAsyncLane &&
+          ordered(state, warp, lane, other, seen) && !fenced(state, other, seen))
+        return {Conflict::Kind::proxy, false, other, seen & 63, read_pc_[index], at};
+    }
+  }
+  return launch(warp, lane, pc, offset, bytes);
+}
+
+void SharedHistory::end_async_write(uint32_t agent, uint32_t pc, uint32_t offset, uint32_t bytes) {
+  land(agent, kAnyLane, phases_[agent], pc, offset, bytes);
+}
+
+void SharedHistory::reserve(uint32_t offset) {
+  if (races_) std::fill_n(use_.begin() + offset, kMbarrierBytes, kReserved);
+}
+
+void SharedHistory::release(uint32_t offset) {
+  std::fill_n(use_.begin() + offset, kMbarrierBytes, uint16_t{0});
+}
+
+// An ordinary read of the mbarrier's bytes, and one by the asynchronous proxy.
+Conflict SharedHistory::use(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
+                            bool asynchronous) {
+  release(offset);
+  const Conflict result = read(warp, lane, pc, offset, kMbarrierBytes);
+  reserve(offset);
+  const bool ready = !races_ || fenced(states_[warp], write_agent_[offset], write_stamp_[offset]);
+  if (result.kind != Conflict::Kind::none || !asynchronous || ready) return result;
+  return with_write(Conflict::Kind::proxy, offset);
+}
+
+void SharedHistory::complete(uint32_t agent, Order& phase) {
+  phase.known.raise(agent, phases_[agent]++);
 }
 
 void SharedHistory::meet(uint32_t warp, uint32_t lanes) {
   WarpState& state = states_[warp];
   const uint32_t clock = state.clock++;
-  if (lanes == 0xffffffffu) {
+  if (lanes == kEveryLane) {
     state.lanes_known = clock;
     state.partial = false;
     return;
@@ -133,19 +263,37 @@ void SharedHistory::meet(uint32_t warp, uint32_t lanes) {
     if ((lanes >> i & 1) != 0) std::copy_n(joined, 32, state.by_lane[i]);
 }
 
-void SharedHistory::arrive(uint32_t warp, Clocks& barrier) {
-  WarpState& state = states_[warp];
-  for (uint32_t other = 0; other < warps_; ++other)
-    barrier.values[other] = std::max(barrier.values[other], state.known[other]);
-  barrier.values[warp] = std::max(barrier.values[warp], state.clock);
-  ++state.clock;
+void SharedHistory::arrive(uint32_t warp, uint32_t lanes, Order& barrier) {
+  if (fences_) barrier.fenced.join(states_[warp].fenced);
+  share(warp, lanes, barrier.known);
 }
 
-void SharedHistory::leave(uint32_t warp, const Clocks& barrier) {
+void SharedHistory::leave(uint32_t warp, const Order& barrier) {
   WarpState& state = states_[warp];
-  for (uint32_t other = 0; other < warps_; ++other)
-    state.known[other] = std::max(state.known[other], barrier.values[other]);
-  state.lanes_known = std::max(state.lanes_known, barrier.values[warp]);
+  state.known.join(barrier.known);
+  state.lanes_known = std::max(state.lanes_known, barrier.known.of(warp));
+  if (fences_) state.fenced.join(barrier.fenced);
+}
+
+void SharedHistory::fence(uint32_t warp, uint32_t lanes) {
+  fences_ = true;
+  share(warp, lanes, states_[warp].fenced);
+}
+
+void SharedHistory::share(uint32_t warp, uint32_t lanes, Clocks& clocks) {
+  WarpState& state = states_[warp];
+  clocks.join(state.known);
+  const uint32_t clock = state.clock++;
+  if (lanes == kEveryLane) return clocks.raise(warp, clock);
+  clocks.raise(warp, state.lanes_known);
+  clocks.raise_lane(warp, kAsyncLane, clock);
+  for (uint32_t i = 0; i < 32; ++i) {
+    if ((lanes >> i & 1) == 0) continue;
+    clocks.raise_lane(warp, i, clock);
+    for (uint32_t j = 0; state.partial && j < 32; ++j)
+      clocks.raise_lane(warp, j, state.by_lane[i][j]);
+  }
+  clocks.raise_common(warp);
 }
 
 }  // namespace fajit::emulator

@@ -1,6 +1,7 @@
 // Scheduling of threads. Each thread has its own program counter. In a warp, the threads with the
 // lowest one run together until they reach the next other thread, so divergent threads reconverge
-// where the control flow does. Warps run in turn, each until it waits or its time slice ends.
+// where the control flow does. Warps run in turn, each until it waits or its time slice ends; where
+// asynchronous operations complete at random moments, in a drawn order and for drawn times.
 #include <algorithm>
 #include <string>
 
@@ -9,7 +10,7 @@
 namespace fajit::emulator {
 namespace {
 
-constexpr uint32_t kTurn = 1u << 14;  // instructions of a warp before the next warp runs
+constexpr uint32_t kTurnBits = 14;  // of the instructions of a warp before the next warp runs
 
 void set_lane(uint32_t& predicate, int lane, bool value) {
   predicate = (predicate & ~(1u << lane)) | static_cast<uint32_t>(value) << lane;
@@ -27,25 +28,52 @@ bool is_for_all(const Warp& warp, const Insn& insn) {
 
 void Block::run(uint32_t x, uint32_t y, uint32_t z) {
   reset(x, y, z);
+  const uint32_t num_warps = static_cast<uint32_t>(warps_.size());
   for (;;) {
     bool alive = false, moved = false;
-    for (Warp& warp : warps_) {
+    for (uint32_t i = num_warps - 1; random() && i > 0; --i)
+      std::swap(turns_[i], turns_[draw(i + 1)]);
+    for (const uint32_t index : turns_) {
+      Warp& warp = warps_[index];
       if (warp.alive == 0) continue;
       moved = run_warp(warp) || moved;
       alive = alive || warp.alive != 0;
+      if (random() && draw(2) != 0) moved = complete_one() || moved;
     }
-    if (!alive) return;
-    if (!moved) report_deadlock();
+    if (!alive) return finish_warpgroups();
+    // Operations that complete late do so when nobody can go on without them.
+    const bool stuck = !moved || polls_ != 0;
+    polls_ = 0;
+    if (stuck && !complete_one() && !moved) report_deadlock();
   }
+}
+
+bool Block::complete_one() {
+  if (copy_arrivals_.empty()) return false;
+  const uint32_t count = static_cast<uint32_t>(copy_arrivals_.size());
+  finish_copy_arrival(random() ? draw(count) : 0);
+  return true;
+}
+
+uint32_t Block::draw(uint32_t n) {  // splitmix64
+  uint64_t bits = generator_ += 0x9e3779b97f4a7c15ull;
+  bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9ull;
+  bits = (bits ^ bits >> 27) * 0x94d049bb133111ebull;
+  return static_cast<uint32_t>(((bits ^ bits >> 31) >> 32) * n >> 32);
+}
+
+bool Block::completes_at_issue() {
+  return random() ? draw(2) != 0 : launch_.options.completion == Completion::early;
 }
 
 bool Block::run_warp(Warp& warp) {
   const Insn* code = kernel().code.data();
-  uint32_t left = kTurn;
+  const uint32_t turn = random() ? 1 + draw(2u << draw(kTurnBits)) : 1u << kTurnBits;
+  uint32_t left = turn;
   while (left > 0) {
     // Find the lowest program counter, its lanes, and the next lowest.
     const uint32_t runnable = warp.alive & ~warp.blocked;
-    if (runnable == 0) return left < kTurn;
+    if (runnable == 0) return left < turn;
     uint32_t pc = ~0u, other = ~0u, mask = 0;
     for (uint32_t rest = runnable; rest != 0; rest &= rest - 1)
       pc = std::min(pc, warp.pc[__builtin_ctz(rest)]);
@@ -66,6 +94,8 @@ bool Block::run_warp(Warp& warp) {
         const uint32_t guard = warp.predicate(insn.guard);
         active &= insn.guard_negated ? ~guard : guard;
       }
+      if ((insn.flags & kSharesHeld) != 0 && active != 0) check_registers(warp);
+      if (warp.products.drawing) step_products(warp);
       if (active == 0) {
         ++pc;
       } else if (insn.flow == Flow::straight ||
@@ -81,8 +111,10 @@ bool Block::run_warp(Warp& warp) {
         switch (insn.flow) {
           case Flow::table: insn.exec(warp, insn, active); break;  // sets warp.pc
           case Flow::exit: leave(warp, active); break;
-          case Flow::rendezvous: rendezvous(warp, insn, active); break;
+          case Flow::rendezvous:
+          case Flow::registers: rendezvous(warp, insn, active); break;
           case Flow::barrier: arrive(warp, insn, active); break;
+          case Flow::wait: insn.exec(warp, insn, active); break;  // sets warp.pc, or suspends
           default: break;
         }
       }
@@ -92,7 +124,7 @@ bool Block::run_warp(Warp& warp) {
       }
     }
   }
-  steps_ += kTurn;
+  steps_ += turn;
   if (steps_ > launch_.options.step_limit)
     fault(warp, 0, "no progress",
           "the block ran for " + std::to_string(steps_) + " instructions; is it waiting for " +
@@ -105,6 +137,10 @@ void Block::leave(Warp& warp, uint32_t mask) {
     fault(warp, __builtin_ctz(early), "dependency",
           "the thread ends without waiting for the kernel before, so the kernel after this one may "
           "start while that one runs");
+  if (!warp.products.in_flight.empty())
+    fault(warp, __builtin_ctz(mask), "in flight",
+          "the thread ends while the wgmma at " + source_of(warp.products.in_flight[0].pc) +
+              " may still be running: a wait is missing");
   warp.alive &= ~mask;
   // Lanes that wait in a rendezvous check again which lanes have not exited.
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -138,7 +174,12 @@ void Block::rendezvous(Warp& warp, const Insn& insn, uint32_t mask) {
     for (uint32_t others = needed; masks != nullptr && others != 0; others &= others - 1)
       if (masks[__builtin_ctz(others)] != members)
         fault(warp, lane, "member mask", "lanes meet here with different member masks");
-    insn.exec(warp, insn, needed);
+    if (insn.flow == Flow::registers && !set_register_count(warp, insn)) {
+      std::fill_n(warp.wait, kLanes, Wait::registers);
+      warp.blocked = kAllLanes;
+      return;
+    }
+    if (insn.exec != nullptr) insn.exec(warp, insn, needed);
     for (uint32_t others = needed; others != 0; others &= others - 1) {
       warp.wait[__builtin_ctz(others)] = Wait::none;
       warp.pc[__builtin_ctz(others)] = pc + 1;
@@ -181,7 +222,7 @@ void Block::arrive(Warp& warp, const Insn& insn, uint32_t mask) {
                 source_of(warp.pc[lane]) + " too");
   barrier.threads += static_cast<uint32_t>(__builtin_popcount(mask));
   barrier.arrived += static_cast<uint32_t>(__builtin_popcount(mask));
-  history_.arrive(warp.index, barrier.clocks);
+  history_.arrive(warp.index, kEveryLane, barrier.order);
   if (insn.slots[2] != kNoSlot)
     barrier.votes += static_cast<uint32_t>(__builtin_popcount(
         (warp.predicate(insn.slots[2]) ^ (insn.immediate != 0 ? ~0u : 0u)) & mask));
@@ -217,7 +258,7 @@ void Block::release(uint32_t id) {
       warp.blocked &= ~(1u << lane);
       ++warp.pc[lane];
     }
-    if (waited) history_.leave(warp.index, barriers_[id].clocks);
+    if (waited) history_.leave(warp.index, barriers_[id].order);
   }
   barriers_[id] = Barrier{};
 }
@@ -241,6 +282,13 @@ void Block::report_deadlock() {
       rest &= ~same;
       if (first == nullptr) first = &warp, warp.current = pc;
       text += name + lanes(same) + " at " + source_of(pc) + ": " + kernel().mnemonics[pc];
+      if (warp.wait[lane] == Wait::registers)
+        text += ", " + std::to_string(kernel().code[pc].immediate) +
+                " registers for each of 32 threads, which have " +
+                std::to_string(warp.register_count) + "; the block has " +
+                std::to_string(free_registers_) + " free";
+      if (warp.wait[lane] == Wait::mbarrier)
+        text += ", " + describe(mbarriers_[warp.barrier[lane]]);
       if (warp.wait[lane] != Wait::barrier) continue;
       const Barrier& barrier = barriers_[warp.barrier[lane]];
       text += ", barrier " + std::to_string(warp.barrier[lane]) + ", " +

@@ -42,6 +42,7 @@ void wait_all(Warp& warp, const Insn&, uint32_t mask) { warp.block->wait_all_cop
 
 void decode_cp(Decoder& d) {
   if (!d.accept("async")) d.fail("only cp.async is known");
+  if (d.accept("mbarrier")) return decode_copy_arrival(d);
   switch (d.accept_one({"commit_group", "wait_group", "wait_all"})) {
     case 0:
       d.expect_operands(0);

@@ -137,6 +137,13 @@ template <class Form> Exec by_width(Type type, Form form) {  // of 16, 32 or 64 
     return ternary<T, T, T, T, function<T>>; \
   }
 
+// Decodes .sync.aligned: all 32 lanes execute the instruction together.
+inline void decode_collective(Decoder& d) {
+  if (!d.accept("sync") || !d.accept("aligned")) d.fail("expected .sync.aligned");
+  d.insn.flow = Flow::rendezvous;
+  d.insn.flags |= kCollective;
+}
+
 // Decodes the operands of `op d, a, ...`.
 inline void decode_operands(Decoder& d, Type result, std::initializer_list<Type> sources) {
   d.expect_operands(sources.size() + 1);

@@ -47,6 +47,12 @@ constexpr Type kBits[] = {Type::b8, Type::b16, Type::b32, Type::b32,
 
 void nothing(Warp&, const Insn&, uint32_t) {}
 
+void fence_proxy(Warp& warp, const Insn&, uint32_t mask) { warp.block->fence_proxy(warp, mask); }
+
+void fence_mbarriers(Warp& warp, const Insn&, uint32_t mask) {
+  warp.block->fence_mbarriers(warp, mask);
+}
+
 void create_policy(Warp& warp, const Insn& insn, uint32_t mask) {
   uint64_t* d = warp.longs(insn.slots[0]);
   for_lanes(mask, [&](int l) { d[l] = kCachePolicy; });
@@ -99,10 +105,19 @@ void decode_st(Decoder& d) {
   d.set_exec(by_integer(bits, [](auto zero) -> Exec { return store<decltype(zero)>; }));
 }
 
-// prefetch, fence, membar ...: accepted with any modifiers.
+// prefetch, membar, nanosleep ...: accepted with any modifiers.
 void decode_nothing(Decoder& d) {
   d.ignore({""});
   d.insn.exec = nothing;
+}
+
+// Warps of a block run one at a time, so only fences between the proxies of shared memory order
+// anything.
+void decode_fence(Decoder& d) {
+  const bool proxy = d.accept("proxy") && d.accept("async") && !d.has_modifier("global");
+  const bool init = d.accept("mbarrier_init");
+  d.ignore({""});
+  d.insn.exec = proxy ? fence_proxy : init ? fence_mbarriers : nothing;
 }
 
 void decode_createpolicy(Decoder& d) {

@@ -78,6 +78,7 @@ struct Entry {
 
 struct Module {
   int version = 0, target = 0;  // 78 for .version 7.8, 90 for .target sm_90 or sm_90a
+  bool specific = false;        // sm_90a
   std::vector<Variable> variables;
   std::vector<Entry> entries;
   std::map<uint32_t, std::string> files;

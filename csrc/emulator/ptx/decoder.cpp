@@ -102,6 +102,7 @@ Kernel Decoder::decode() {
   insn = Insn();  // a kernel may end without ret
   insn.flow = Flow::exit;
   append(kernel_.locations.empty() ? 0 : kernel_.locations.back(), 0, "end of the kernel");
+  find_uses();
   return std::move(kernel_);
 }
 
@@ -122,11 +123,37 @@ void Decoder::decode_statement() {
   append(statement_->location, statement_->text_line, mnemonic());
 }
 
+// Keeps the uses of registers that are operands of some wgmma.
+void Decoder::find_uses() {
+  std::vector<bool> held(kernel_.register_words / kLanes);
+  const auto for_uses = [&](auto body) {
+    for (size_t pc = 0, at = 0; pc < kernel_.code.size(); ++pc)
+      for (; at < kernel_.uses_end[pc]; ++at) body(kernel_.code[pc], pc, kernel_.uses[at]);
+  };
+  for_uses([&](const Insn& user, size_t, uint32_t use) {
+    if ((user.flags & kProduct) != 0) held[(use & ~kWriteUse) / kLanes] = true;
+  });
+  std::vector<uint32_t> kept, ends(kernel_.code.size());
+  for_uses([&](Insn& user, size_t pc, uint32_t use) {
+    if ((user.flags & kProduct) == 0 && held[(use & ~kWriteUse) / kLanes]) {
+      user.flags |= kSharesHeld;
+      kept.push_back(use);
+    }
+    ends[pc] = static_cast<uint32_t>(kept.size());
+  });
+  for (size_t pc = 1; pc < ends.size(); ++pc) ends[pc] = std::max(ends[pc], ends[pc - 1]);
+  kernel_.uses = std::move(kept);
+  kernel_.uses_end = std::move(ends);
+}
+
 void Decoder::append(uint32_t location, uint32_t text_line, std::string mnemonic) {
   kernel_.code.push_back(insn);
   kernel_.locations.push_back(location);
   kernel_.text_lines.push_back(text_line);
   kernel_.mnemonics.push_back(std::move(mnemonic));
+  kernel_.uses.insert(kernel_.uses.end(), uses_.begin(), uses_.end());
+  kernel_.uses_end.push_back(static_cast<uint32_t>(kernel_.uses.size()));
+  uses_.clear();
 }
 
 std::string Decoder::mnemonic() const {
@@ -217,10 +244,12 @@ void Decoder::expect_operands(size_t least, size_t most) {
     fail("has " + std::to_string(num_operands()) + " operands");
 }
 
-void Decoder::require_target(int version, int target) const {
-  if (module_.version < version || module_.target < target)
+void Decoder::require_target(int version, int target, bool specific) const {
+  const bool fits =
+      specific ? module_.target == target && module_.specific : module_.target >= target;
+  if (module_.version < version || !fits)
     fail("needs PTX ISA " + std::to_string(version / 10) + "." + std::to_string(version % 10) +
-         " and sm_" + std::to_string(target));
+         " and sm_" + std::to_string(target) + (specific ? "a" : ""));
 }
 
 uint32_t Decoder::allocate(unsigned bytes) {
@@ -277,6 +306,7 @@ uint32_t Decoder::wide_source(const Operand& operand, Type type, bool& wide) {
         fail("'" + operand.name + "' is not of the expected kind");
       if (bytes_of(held) < bytes_of(type)) fail("'" + operand.name + "' is too narrow");
       wide = is_wide(held);
+      if (bytes_of(held) == 4) uses_.push_back(slot_of(operand.reg));
       return slot_of(operand.reg);
     }
     case Operand::Kind::special: return special(operand.name, wide);
@@ -314,6 +344,7 @@ uint32_t Decoder::wide_destination(const Operand& operand, Type type, bool& wide
   if ((held == Type::pred) != (type == Type::pred) || bytes_of(held) < bytes_of(type))
     fail("'" + operand.name + "' cannot hold the result");
   wide = is_wide(held);
+  if (bytes_of(held) == 4) uses_.push_back(slot_of(operand.reg) | kWriteUse);
   return slot_of(operand.reg);
 }
 

@@ -48,7 +48,8 @@ class Decoder {
   void expect_operands(size_t least, size_t most);
   void expect_operands(size_t count) { expect_operands(count, count); }
   // An error unless the module is of at least a version of the PTX ISA (78: 7.8) and a target (90).
-  void require_target(int version, int target) const;
+  // specific: the target is sm_90a and no other.
+  void require_target(int version, int target, bool specific = false) const;
 
   uint32_t source(size_t index, Type type) { return source(operand(index), type); }
   uint32_t source(const Operand& operand, Type type);
@@ -72,6 +73,7 @@ class Decoder {
  private:
   void layout();
   void decode_statement();
+  void find_uses();
   void append(uint32_t location, uint32_t text_line, std::string mnemonic);
   std::string mnemonic() const;
   uint32_t slot_of(uint32_t reg);
@@ -86,6 +88,7 @@ class Decoder {
   Kernel kernel_;
   std::vector<bool> taken_;  // modifiers
   std::vector<uint32_t> slots_;
+  std::vector<uint32_t> uses_;  // of the statement
   std::map<std::pair<uint64_t, bool>, uint32_t> constants_;
   std::map<std::string, uint32_t> specials_;
   std::unordered_map<std::string, Variable> variables_;  // shared, local, params

@@ -18,6 +18,7 @@ using Exec = void (*)(Warp& warp, const Insn& insn, uint32_t mask);
 
 inline constexpr uint32_t kNoSlot = 0xffffffffu;
 inline constexpr uint32_t kWideSlot = 0x80000000u;
+inline constexpr uint32_t kWriteUse = 1;  // of Kernel::uses; slots are multiples of 32
 
 // How the scheduler handles an instruction.
 enum class Flow : uint8_t {
@@ -27,12 +28,16 @@ enum class Flow : uint8_t {
   exit,
   rendezvous,  // waits for the lanes of a member mask, then exec
   barrier,     // waits for the other warps of the block
+  registers,   // setmaxnreg: a rendezvous that also waits for registers
+  wait,        // exec suspends lanes, or moves their program counters on
 };
 
 enum InsnFlags : uint8_t {
   kFtz = 1,
   kSaturate = 2,
   kNan = 4,
+  kProduct = 8,      // wgmma.mma_async
+  kSharesHeld = 16,  // has a register that is an operand of some wgmma
   kRelu = 32,
   kWideAddress = 64,  // the address register has 64 bits
   kCollective = 128   // all 32 lanes must take part
@@ -68,6 +73,9 @@ struct Kernel {
   std::vector<uint32_t> locations;     // of each instruction, into `source_locations`
   std::vector<uint32_t> text_lines;    // of each instruction, in the PTX
   std::vector<std::string> mnemonics;  // of each instruction
+  // Slots of the 32-bit registers that an instruction accesses and that are operands of some wgmma,
+  // with kWriteUse; uses_end: the end of each instruction's.
+  std::vector<uint32_t> uses, uses_end;
   std::vector<Location> source_locations;
   std::vector<Variable> params;
   std::vector<Variable> shared;                        // with offsets in the shared window

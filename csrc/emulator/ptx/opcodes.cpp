@@ -10,9 +10,10 @@ Decode decode_add, decode_sub, decode_mul, decode_mad, decode_div, decode_rem, d
     decode_clz, decode_prmt, decode_lop3, decode_fma, decode_copysign, decode_rcp, decode_sqrt,
     decode_rsqrt, decode_sin, decode_cos, decode_lg2, decode_ex2, decode_tanh, decode_setp,
     decode_selp, decode_slct, decode_cvt, decode_mov, decode_cvta, decode_ld, decode_st,
-    decode_atom, decode_red, decode_nothing, decode_createpolicy, decode_cp, decode_mma,
-    decode_ldmatrix, decode_shfl, decode_vote, decode_redux, decode_activemask, decode_bra,
-    decode_brx, decode_exit, decode_trap, decode_bar, decode_griddepcontrol;
+    decode_atom, decode_red, decode_nothing, decode_fence, decode_mbarrier, decode_createpolicy,
+    decode_cp, decode_mma, decode_ldmatrix, decode_stmatrix, decode_wgmma, decode_setmaxnreg,
+    decode_shfl, decode_vote, decode_redux, decode_activemask, decode_bra, decode_brx, decode_exit,
+    decode_trap, decode_bar, decode_griddepcontrol;
 
 // clang-format off
 // Cases: operands have the last type of the mnemonic, results the first, unless a type precedes the
@@ -175,12 +176,19 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"red", "b/s/u 32 64, f32 f64", decode_red, "atom without its result", "test: atomics"},
       {"prefetch", "", decode_nothing, "a hint", "test: hints"},
       {"membar", "", decode_nothing, "accepted: warps of a block run one at a time", "test: hints"},
-      {"fence", "", decode_nothing, "accepted, likewise", "test: hints"},
+      {"fence", "", decode_fence,
+       "proxy.async: what follows may use shared memory asynchronously; mbarrier_init: so may copies "
+       "use mbarriers; others as membar",
+       "test: fences"},
+      {"mbarrier", "init inval arrive arrive_drop expect_tx complete_tx test_wait try_wait b64",
+       decode_mbarrier,
+       "barriers in shared memory: phases, counts of arrivals and bytes; try_wait waits",
+       "test: mbarriers"},
       {"nanosleep", "", decode_nothing, "accepted: time is not modelled", "test: hints"},
       {"createpolicy", "b64", decode_createpolicy, "a policy without effect", "test: hints"},
-      {"cp", "async .ca .cg, 4 8 16 bytes", decode_cp,
-       "a copy to shared memory, zeros beyond the source size; groups and waits; the policy of "
-       ".L2::cache_hint must be one of createpolicy",
+      {"cp", "async .ca .cg, 4 8 16 bytes; async.mbarrier", decode_cp,
+       "a copy to shared memory, zeros beyond the source size; groups and waits, arrivals at "
+       "mbarriers; the policy of .L2::cache_hint must be one of createpolicy",
        "test: asynchronous copies"},
       {"mma", "m16n8k16, m16n8k8; f16 or bf16, f32", decode_mma,
        "D = A B + C: products and their sum in ascending k in fp64, rounded once",
@@ -188,6 +196,14 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"ldmatrix", "m8n8 x1 x2 x4 .trans b16", decode_ldmatrix,
        "8 x 8 matrices, a row at each lane's address",
        "test: matrix loads"},
+      {"stmatrix", "m8n8 x1 x2 x4 .trans b16", decode_stmatrix, "ldmatrix, but it stores",
+       "test: matrix stores"},
+      {"wgmma", "mma_async m64nNk16, f16 or bf16, f32; fence commit_group wait_group", decode_wgmma,
+       "D = A B + D as mma, asynchronous, of a warpgroup; A in registers or shared memory",
+       "test: warpgroup products"},
+      {"setmaxnreg", "inc dec u32", decode_setmaxnreg,
+       "takes registers from the block's pool, waiting for them, or returns them",
+       "test: register counts"},
       {"shfl", "sync up down bfly idx b32", decode_shfl, "a of another lane, p: it is in range",
        "test: shuffles"},
       {"vote", "sync all any uni ballot", decode_vote, "predicates of the members", "test: votes"},

@@ -27,4 +27,7 @@ void decode_float_product(Decoder& d, bool divide);
 void decode_float_sign(Decoder& d, bool negate);
 void decode_float_minmax(Decoder& d, bool maximum);
 
+// The forms of cp.async in files of their own, which ops/async.cpp calls.
+void decode_copy_arrival(Decoder& d);  // cp.async.mbarrier.arrive
+
 }  // namespace fajit::emulator

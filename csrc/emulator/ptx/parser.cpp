@@ -28,7 +28,9 @@ class Parser {
     } else if (text == ".address_size") {
       lexer_.next();
     } else if (text == ".target") {
-      module_.target = digits(lexer_.next().text);
+      const std::string_view target = lexer_.next().text;
+      module_.target = digits(target);
+      module_.specific = target.back() == 'a';
       while (lexer_.accept(",")) lexer_.next();
     } else if (text == ".file") {
       file();

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Literal
 
+from flashattn_jit.env import EmulatorCopies as AsyncCopies
 from flashattn_jit.errors import EmulatorError, EmulatorFault
 from flashattn_jit.jit.emulator.library import Allocation as _Allocation
 from flashattn_jit.jit.emulator.library import Launch, library
@@ -19,6 +19,7 @@ Allocation = tuple[str, int, int, bool] | tuple[str, int, int, bool, bool]
 default; otherwise reads before the first write are faults)."""
 
 _BETWEEN = "\x1f"
+_MOMENTS = ("late", "early")
 
 
 class Program:
@@ -41,7 +42,7 @@ class Program:
         params: bytes,
         allocations: Sequence[Allocation],
         *,
-        async_copies: Literal["late", "early"] = "late",
+        async_copies: AsyncCopies = "late",
         check_races: bool = True,
         num_threads: int = 0,
         uninitialised: bool = True,
@@ -51,7 +52,9 @@ class Program:
         """Runs all blocks of a launch; global memory is this process's, at its own addresses.
 
         Args:
-            async_copies: whether cp.async writes when it is waited for, or when it is issued.
+            async_copies: when asynchronous operations take effect: as late as waits allow, when
+                they are issued, or at moments drawn from a seed, which also draws the order of
+                warps.
             check_races: accesses of shared memory without a barrier between them, or to bytes
                 that an asynchronous copy may still be writing, are faults.
             num_threads: blocks that run at a time; 0: one per core. Results do not depend on it.
@@ -66,8 +69,10 @@ class Program:
             EmulatorFault: an illegal access, a race or another fault of the kernel; memory keeps
                 what was written before.
         """
-        if async_copies not in ("late", "early"):
-            raise ValueError(f"async_copies is 'late' or 'early', not {async_copies!r}")
+        seed = async_copies if isinstance(async_copies, int) else None
+        if async_copies not in _MOMENTS and not (seed is not None and 0 <= seed < 1 << 64):
+            raise ValueError(f"async_copies is 'late', 'early' or a seed, not {async_copies!r}")
+        moment = _MOMENTS.index(async_copies) if isinstance(async_copies, str) else len(_MOMENTS)
         _check_numbers("grid", grid, 3)
         _check_numbers("block", block, 3)
         _check_numbers("shared_bytes, num_threads", (shared_bytes, num_threads), 2)
@@ -84,7 +89,7 @@ class Program:
             one.pending = overlaps is not None and name in overlaps
         launch = Launch(
             kernel.encode(), grid, block, shared_bytes, num_threads, params, len(params), given,
-            len(given), step_limit, async_copies == "late", check_races, uninitialised,
+            len(given), step_limit, seed or 0, moment, check_races, uninitialised,
             overlaps is not None,
         )  # fmt: skip
         _check(self._library.fajit_emulator_run(self._handle, ctypes.byref(launch)))

@@ -1,0 +1,192 @@
+// wgmma: asynchronous products of a warpgroup; setmaxnreg.
+//
+// A wgmma multiplies 64 x 16 by 16 x n; each warp of the warpgroup computes 16 rows.
+#include "ops/descriptor.h"
+#include "ops/host.h"
+#include "ops/products.h"
+#include "ptx/opcodes.h"
+
+namespace fajit::emulator {
+namespace {
+
+constexpr int kMostColumns = 256;
+constexpr uint32_t kMostChunks = 2 * (16 + kMostColumns);
+
+enum ProductMode : uint8_t { kHalf = 1, kTransposedA = 2, kTransposedB = 4, kNegative = 8 };
+
+FAJIT_CLONES void multiply(const float (&a)[16][16], const float (&b)[16][kMostColumns],
+                           float (&c)[16][kMostColumns], int n) {
+  multiply_rows(a, b, c, n, 16);
+}
+
+// Calls put(row, column, value) for the elements of an operand with so many rows. Returns the end
+// of its chunks.
+template <class Put>
+const uint32_t* gather(const uint8_t* shared, const uint32_t* chunks, int rows, bool mn_major,
+                       bool half, Put put) {
+  const int along = mn_major ? rows / 8 : 2;  // chunks of a column, or of a row
+  for (int i = 0; i < 2 * rows; ++i) {
+    uint16_t bits[8];
+    float values[8];
+    std::memcpy(bits, shared + chunks[i], kChunk);
+    for (int j = 0; j < 8; ++j) values[j] = to_element(bits[j], half);
+    const int major = i / along, minor = i % along * 8;
+    for (int j = 0; j < 8; ++j) {
+      if (mn_major) put(minor + j, major, values[j]);
+      else put(major, minor + j, values[j]);
+    }
+  }
+  return chunks + 2 * rows;
+}
+
+// list: the slots of D and, if they are in registers, of A.
+void perform(Warp& warp, const Insn& insn, const Product& product, const uint32_t* chunks) {
+  const uint32_t* list = warp.block->kernel().lists.data() + insn.list;
+  const uint8_t* shared = warp.block->shared_memory();
+  const int n = 8 * insn.count;
+  const bool half = (insn.mode & kHalf) != 0;
+  float a[16][16], b[16][kMostColumns], c[16][kMostColumns];
+  if (insn.slots[1] == kNoSlot) read_a(warp, list + n / 2, 4, half, a);
+  else
+    chunks = gather(shared, chunks, 16, (insn.mode & kTransposedA) != 0, half,
+                    [&](int row, int column, float value) { a[row][column] = value; });
+  gather(shared, chunks, n, (insn.mode & kTransposedB) != 0, half,
+         [&](int row, int column, float value) { b[column][row] = value; });
+  if ((insn.mode & kNegative) != 0)
+    for (auto& row : a)
+      for (float& value : row) value = -value;
+  if (product.accumulate) read_c(warp, list, n / 2, c);
+  else std::memset(c, 0, sizeof c);
+  multiply(a, b, c, n);
+  write_c(warp, list, n / 2, c);
+}
+
+uint64_t descriptor(const Warp& warp, uint32_t slot, const char* name, bool mn_major,
+                    uint32_t rows) {
+  const uint64_t* bits = warp.longs(slot);
+  for (int l = 1; l < kLanes; ++l)
+    if (bits[l] != bits[0])
+      warp.block->fault(warp, l, "warpgroup",
+                        std::string("the lanes have different descriptors of ") + name);
+  const std::string problem = descriptor_problem(bits[0], mn_major, rows);
+  if (!problem.empty())
+    warp.block->fault(warp, 0, "descriptor", std::string("of ") + name + ": " + problem);
+  return bits[0];
+}
+
+// slots: none, the descriptors of A (or none) and B, scale-d; immediate: scale-d is negated.
+void issue(Warp& warp, const Insn& insn, uint32_t) {
+  const uint32_t n = 8u * insn.count, row = warp.index % kGroupWarps * 16;
+  const bool mn_major_a = (insn.mode & kTransposedA) != 0;
+  const bool mn_major_b = (insn.mode & kTransposedB) != 0;
+  const uint32_t scale = warp.predicate(insn.slots[3]) ^ (insn.immediate != 0 ? kAllLanes : 0);
+  if (scale != 0 && scale != kAllLanes)
+    warp.block->fault(warp, 0, "warpgroup", "the lanes have different values of scale-d");
+  GroupEvent event = {warp.current, scale != 0};
+  uint32_t chunks[kMostChunks], *end = chunks;
+  if (insn.slots[1] != kNoSlot) {
+    event.a = descriptor(warp, insn.slots[1], "A", mn_major_a, 64);
+    end = MatrixDescriptor(event.a, mn_major_a).chunks(row, row + 16, end);
+  }
+  event.b = descriptor(warp, insn.slots[2], "B", mn_major_b, n);
+  end = MatrixDescriptor(event.b, mn_major_b).chunks(0, n, end);
+  warp.block->execute_together(warp, event);
+  Product product;
+  product.perform = perform;
+  product.accumulate = event.accumulate;
+  product.num_chunks = static_cast<uint32_t>(end - chunks);
+  warp.block->issue_product(warp, insn, product, chunks);
+}
+
+void fence(Warp& warp, const Insn&, uint32_t) {
+  warp.block->execute_together(warp, {warp.current});
+  ++warp.products.fences;
+}
+
+void commit(Warp& warp, const Insn&, uint32_t) {
+  warp.block->execute_together(warp, {warp.current});
+  ++warp.products.committed;
+}
+
+void wait(Warp& warp, const Insn& insn, uint32_t) {
+  warp.block->execute_together(warp, {warp.current});
+  warp.block->wait_products(warp, static_cast<uint64_t>(insn.immediate));
+}
+
+int64_t literal(const Decoder& d, size_t index, int64_t least, int64_t most) {
+  const Operand& operand = d.operand(index);
+  if (operand.kind != Operand::Kind::integer || operand.bits < least || operand.bits > most)
+    d.fail("operand " + std::to_string(index) + " is not a constant from " + std::to_string(least) +
+           " to " + std::to_string(most));
+  return operand.bits;
+}
+
+// Whether the factor of an operand is -1.
+bool is_negative(const Decoder& d, size_t index) {
+  const int64_t factor = literal(d, index, -1, 1);
+  if (factor == 0) d.fail("operand " + std::to_string(index) + " is not 1 or -1");
+  return factor < 0;
+}
+
+void decode_product(Decoder& d) {
+  int n = 8;
+  while (n <= kMostColumns && !d.accept("m64n" + std::to_string(n) + "k16")) n += 8;
+  if (n > kMostColumns) d.fail("expected a shape m64nNk16, N from 8 to 256 in steps of 8");
+  d.insn.count = static_cast<uint8_t>(n / 8);
+  d.insn.flags |= kProduct;
+  const Type result = d.type(), a = d.type(), b = d.type();
+  if (result != Type::f32 || a != b || (a != Type::f16 && a != Type::bf16))
+    d.fail("A and B must both be f16 or bf16, D f32");
+  const bool in_registers = d.operand(1).kind == Operand::Kind::vector;
+  d.expect_operands(in_registers ? 7 : 8);
+  std::vector<uint32_t> slots;
+  for (const Operand& element : d.operand(0).elements)
+    slots.push_back(d.destination(element, Type::f32));
+  if (slots.size() != d.insn.count * 4u) d.fail("D has another number of registers");
+  if (in_registers) {
+    for (const Operand& element : d.operand(1).elements)
+      slots.push_back(d.source(element, Type::b32));
+    if (d.operand(1).elements.size() != 4) d.fail("A has another number of registers");
+  } else {
+    d.insn.slots[1] = d.source(1, Type::b64);
+  }
+  for (size_t i = 0; i < slots.size(); ++i)
+    for (size_t j = 0; j < i && j < d.insn.count * 4u; ++j)
+      if (slots[i] == slots[j]) d.fail("an accumulator is named twice");
+  d.insn.list = d.add_list(slots);
+  d.insn.slots[2] = d.source(2, Type::b64);
+  d.insn.slots[3] = d.source(3, Type::pred);
+  d.insn.immediate = d.operand(3).negated;
+  uint8_t mode = a == Type::f16 ? kHalf : 0;
+  if (is_negative(d, 4) != is_negative(d, 5)) mode |= kNegative;
+  if (!in_registers && literal(d, 6, 0, 1) != 0) mode |= kTransposedA;
+  if (literal(d, d.num_operands() - 1, 0, 1) != 0) mode |= kTransposedB;
+  d.insn.mode = mode;
+  d.insn.exec = issue;
+}
+
+}  // namespace
+
+void decode_wgmma(Decoder& d) {
+  d.require_target(80, 90, true);
+  decode_collective(d);
+  const int form = d.expect_one({"mma_async", "fence", "commit_group", "wait_group"});
+  if (form == 0) return decode_product(d);
+  d.expect_operands(form == 3 ? 1 : 0);
+  if (form == 3) d.insn.immediate = literal(d, 0, 0, INT32_MAX);
+  d.insn.exec = form == 1 ? fence : form == 2 ? commit : wait;
+}
+
+// The scheduler executes it. mode: 1 for .inc; immediate: the number of registers.
+void decode_setmaxnreg(Decoder& d) {
+  d.require_target(80, 90, true);
+  decode_collective(d);
+  d.insn.mode = static_cast<uint8_t>(d.expect_one({"dec", "inc"}));
+  if (d.type() != Type::u32) d.fail("expected .u32");
+  d.expect_operands(1);
+  d.insn.immediate = literal(d, 0, 24, 256);
+  if (d.insn.immediate % 8 != 0) d.fail("the number of registers is not a multiple of 8");
+  d.insn.flow = Flow::registers;
+}
+
+}  // namespace fajit::emulator
