@@ -244,6 +244,17 @@ def test_reductions() -> None:
     np.testing.assert_array_equal(per_lane(lines, data, 8), np.tile(expected, (32, 1)))
 
 
+def test_elections() -> None:
+    lines = """
+    setp.lt.u32 %p1, %r60, 5; mov.u32 %r10, 9; mov.u32 %r11, 9;
+    @!%p1 elect.sync %r10|%p2, 0xffffffe0; @!%p1 selp.u32 %r11, 1, 0, %p2;
+    @%p1 elect.sync _|%p3, 0x0000001f; @%p1 selp.u32 %r11, 1, 0, %p3;
+    """
+    out = per_lane(lines, LANES, 2, target="sm_90")
+    np.testing.assert_array_equal(out[:, 0], np.where(LANES < 5, 9, 5))
+    np.testing.assert_array_equal(out[:, 1], (LANES == 0) | (LANES == 5))
+
+
 def test_members_of_a_part_meet() -> None:
     """Two halves of a warp, in different branches, each with its own member mask."""
     lines = """
@@ -446,7 +457,7 @@ def test_atomics() -> None:
 
 def test_hints() -> None:
     lines = """
-    prefetch.global.L2 [%a0]; membar.gl; nanosleep.u32 20;
+    prefetch.global.L2 [%a0]; prefetch.tensormap [%a0]; membar.gl; nanosleep.u32 20;
     createpolicy.fractional.L2::evict_first.b64 %w1, 1.0;
     ld.global.L2::cache_hint.u32 %r10, [%a0], %w1;
     """

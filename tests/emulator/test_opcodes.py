@@ -12,7 +12,7 @@ import pytest
 
 from flashattn_jit.errors import EmulatorError
 from flashattn_jit.jit.emulator import programs
-from tests.emulator import test_instructions
+from tests.emulator import test_instructions, test_mbarriers
 from tests.emulator.harness import kernel, launch
 
 # Names are read from the source text: collecting tests must not compile the emulator.
@@ -128,11 +128,12 @@ def row(name: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_has_a_meaning_and_a_vector_that_holds(name: str) -> None:
-    """A vector is a list of cases, or names a test of test_instructions.py."""
+    """A vector is a list of cases, or names a test of test_instructions.py or test_mbarriers.py."""
     semantics, vector = row(name)
     assert semantics
     if vector.startswith("test: "):
-        assert "test_" + vector[6:].replace(" ", "_") in vars(test_instructions)
+        name = "test_" + vector[6:].replace(" ", "_")
+        assert name in vars(test_instructions) or name in vars(test_mbarriers)
         return
     for case in vector.split(";"):
         assert case.strip().split(".")[0] == name

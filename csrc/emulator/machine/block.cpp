@@ -53,6 +53,8 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
   std::fill(std::begin(barriers_), std::end(barriers_), Barrier{});
   mbarriers_.clear();
   copy_arrivals_.clear();
+  loads_.clear();
+  stores_.clear();
   std::fill(shared_.begin(), shared_.end(), uint8_t{0xcd});
   std::fill(local_.begin(), local_.end(), uint8_t{0xcd});
   for (Warp& warp : warps_) {
@@ -62,6 +64,7 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
     std::fill_n(warp.pc, kLanes, 0u);
     std::fill_n(warp.wait, kLanes, Wait::none);
     std::fill_n(warp.committed, kLanes, 0u);
+    std::fill_n(warp.bulk_committed, kLanes, 0u);
     warp.copies.clear();
     warp.issued = 0;
     fill_specials(warp);

@@ -66,6 +66,29 @@ struct CopyArrival {
   Order order;
 };
 
+// A box of a tensor in global memory; or a run of bytes, which has one dimension.
+struct Box {
+  uint64_t base = 0;
+  uint64_t strides[4] = {};  // bytes, of dims 1 ...
+  uint32_t sizes[5] = {};    // elements
+  uint32_t box[5] = {};
+  int32_t at[5] = {};    // coordinates
+  uint32_t element = 1;  // bytes
+  uint32_t rank = 1;
+  uint32_t swizzle = 0;  // address bits that it changes
+};
+
+// cp.async.bulk: a load, which completes an mbarrier, or a store.
+struct BulkCopy {
+  Box box;
+  uint32_t shared;    // offset
+  uint32_t mbarrier;  // offset
+  uint32_t warp, pc;
+  uint32_t group;
+  int lane;
+  bool performed;
+};
+
 class Block;
 
 struct Warp {
@@ -85,6 +108,7 @@ struct Warp {
   uint32_t committed[kLanes] = {};
   WarpProducts products;
   uint32_t register_count = 0;  // of a thread, as set by setmaxnreg
+  uint32_t bulk_committed[kLanes] = {};
 
   uint32_t* words(uint32_t slot) const { return registers + slot; }
   uint64_t* longs(uint32_t slot) const { return reinterpret_cast<uint64_t*>(registers + slot); }
@@ -157,6 +181,12 @@ class Block {
   // one more than the mbarrier was initialised for.
   void arrive_after_copies(Warp& warp, uint32_t mask, Mbarrier& mbarrier, bool counted);
 
+  Box tensor_box(Warp& warp, int lane, uint64_t map, uint32_t rank);
+  void issue_load(Warp& warp, int lane, const Box& box, uint32_t shared, uint32_t mbarrier);
+  void issue_store(Warp& warp, int lane, const Box& box, uint32_t shared);
+  void commit_stores(Warp& warp, uint32_t mask);
+  void wait_stores(Warp& warp, uint32_t mask, uint32_t pending);
+
   // The offset of an address of shared memory.
   uint32_t shared_offset(const Warp& warp, int lane, Space space, uint64_t address) const;
 
@@ -211,6 +241,11 @@ class Block {
   void step_products(Warp& warp);
   bool set_register_count(Warp& warp, const Insn& insn);  // false: it has to wait
   [[noreturn]] void fault_held(const Warp& warp, uint32_t serial, const std::string& access) const;
+  // tensor_copies.cpp
+  void finish_load(size_t index);
+  void perform(const BulkCopy& store);
+  void check_copies_at_exit(Warp& warp, uint32_t mask) const;
+  void check_copies_at_end();
   // block.cpp
   void reset(uint32_t x, uint32_t y, uint32_t z);
   void fill_specials(Warp& warp);
@@ -244,7 +279,8 @@ class Block {
   uint32_t free_registers_ = 0;  // for setmaxnreg.inc
   std::vector<Mbarrier> mbarriers_;
   std::vector<CopyArrival> copy_arrivals_;
-  uint64_t polls_ = 0;  // tests of phases that were not complete
+  std::vector<BulkCopy> loads_, stores_;  // not yet complete, in order of issue
+  uint64_t polls_ = 0;                    // tests of phases that were not complete
   SharedHistory history_;
   bool track_ = false;
   uint32_t global_hint_ = 0;

@@ -40,7 +40,11 @@ void Block::run(uint32_t x, uint32_t y, uint32_t z) {
       alive = alive || warp.alive != 0;
       if (random() && draw(2) != 0) moved = complete_one() || moved;
     }
-    if (!alive) return finish_warpgroups();
+    if (!alive) {
+      check_copies_at_end();
+      finish_warpgroups();
+      return;
+    }
     // Operations that complete late do so when nobody can go on without them.
     const bool stuck = !moved || polls_ != 0;
     polls_ = 0;
@@ -49,9 +53,11 @@ void Block::run(uint32_t x, uint32_t y, uint32_t z) {
 }
 
 bool Block::complete_one() {
-  if (copy_arrivals_.empty()) return false;
-  const uint32_t count = static_cast<uint32_t>(copy_arrivals_.size());
-  finish_copy_arrival(random() ? draw(count) : 0);
+  const size_t count = loads_.size() + copy_arrivals_.size();
+  if (count == 0) return false;
+  const size_t index = random() ? draw(static_cast<uint32_t>(count)) : 0;
+  if (index < loads_.size()) finish_load(index);
+  else finish_copy_arrival(index - loads_.size());
   return true;
 }
 
@@ -141,6 +147,7 @@ void Block::leave(Warp& warp, uint32_t mask) {
     fault(warp, __builtin_ctz(mask), "in flight",
           "the thread ends while the wgmma at " + source_of(warp.products.in_flight[0].pc) +
               " may still be running: a wait is missing");
+  check_copies_at_exit(warp, mask);
   warp.alive &= ~mask;
   // Lanes that wait in a rendezvous check again which lanes have not exited.
   for (int lane = 0; lane < kLanes; ++lane) {

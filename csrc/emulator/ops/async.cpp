@@ -25,8 +25,7 @@ void copy(Warp& warp, const Insn& insn, uint32_t mask) {
                   "the source size " + std::to_string(asked) + " exceeds the copy's " +
                       std::to_string(insn.count) + " bytes");
     item.source_bytes = static_cast<uint8_t>(asked);
-    if (insn.slots[3] != kNoSlot && warp.longs(insn.slots[3])[l] != kCachePolicy)
-      block.fault(warp, l, "cache policy", "the policy of the copy is not one of createpolicy");
+    if (insn.slots[3] != kNoSlot) check_policy(warp, insn.slots[3], l);
     item.pc = warp.current;
     block.issue_copy(warp, item);
   }
@@ -42,6 +41,7 @@ void wait_all(Warp& warp, const Insn&, uint32_t mask) { warp.block->wait_all_cop
 
 void decode_cp(Decoder& d) {
   if (!d.accept("async")) d.fail("only cp.async is known");
+  if (d.accept("bulk")) return decode_bulk_copy(d);
   if (d.accept("mbarrier")) return decode_copy_arrival(d);
   switch (d.accept_one({"commit_group", "wait_group", "wait_all"})) {
     case 0:

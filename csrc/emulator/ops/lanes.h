@@ -56,6 +56,18 @@ inline uint64_t address_of(const Warp& warp, const Insn& insn, int slot, int lan
          static_cast<uint64_t>(insn.immediate);
 }
 
+// An address of Decoder::list_address.
+inline uint64_t listed_address(const Warp& warp, const uint32_t* list, int lane) {
+  const uint64_t base = list[1] != 0 ? warp.longs(list[0])[lane] : warp.words(list[0])[lane];
+  return base + static_cast<uint64_t>(static_cast<int64_t>(static_cast<int32_t>(list[2])));
+}
+
+inline void check_policy(const Warp& warp, uint32_t slot, int lane) {
+  if (warp.longs(slot)[lane] != kCachePolicy)
+    warp.block->fault(warp, lane, "cache policy",
+                      "the policy of the copy is not one of createpolicy");
+}
+
 // slots: destination, sources.
 template <class R, class A, R (*Function)(A)>
 void unary(Warp& warp, const Insn& insn, uint32_t mask) {

@@ -1,5 +1,5 @@
-// Instructions that exchange values between the lanes of a warp: shfl, vote, redux, activemask. All
-// but activemask wait for the lanes of their member mask, slots[0].
+// Instructions that exchange values between the lanes of a warp: shfl, vote, redux, elect,
+// activemask. All but activemask wait for the lanes of their member mask, slots[0].
 #include <algorithm>
 
 #include "ops/lanes.h"
@@ -88,6 +88,15 @@ void active_mask(Warp& warp, const Insn& insn, uint32_t mask) {
   for_lanes(mask, [&](int l) { d[l] = mask; });
 }
 
+// slots: members, d or none, p.
+void elect(Warp& warp, const Insn& insn, uint32_t mask) {
+  const uint32_t leader = mask & (~mask + 1);
+  set_bits(warp.predicate(insn.slots[2]), mask, leader);
+  if (insn.slots[1] == kNoSlot) return;
+  uint32_t* d = warp.words(insn.slots[1]);
+  for_lanes(mask, [&](int l) { d[l] = static_cast<uint32_t>(__builtin_ctz(leader)); });
+}
+
 void expect_sync(Decoder& d) {
   if (!d.accept("sync")) d.fail("expected .sync: the forms without it were removed in sm_70");
   d.insn.flow = Flow::rendezvous;
@@ -134,6 +143,19 @@ void decode_redux(Decoder& d) {
   d.insn.slots[0] = d.source(2, Type::u32);
   if (is_float(d.insn.type)) d.fail("not for this type");
   d.insn.exec = reduce;
+}
+
+void decode_elect(Decoder& d) {
+  d.require_target(80, 90);
+  expect_sync(d);
+  d.expect_operands(2);
+  const Operand& result = d.operand(0);
+  if (result.kind != Operand::Kind::pair) d.fail("expected d|p");
+  if (result.elements[0].kind != Operand::Kind::sink)
+    d.insn.slots[1] = d.destination(result.elements[0], Type::b32);
+  d.insn.slots[2] = d.destination(result.elements[1], Type::pred);
+  d.insn.slots[0] = d.source(1, Type::u32);
+  d.insn.exec = elect;
 }
 
 void decode_activemask(Decoder& d) {

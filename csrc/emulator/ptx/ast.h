@@ -17,7 +17,7 @@ struct Operand {
     integer,  // bits
     real,     // bits of an fp64 (is_f32: of an fp32)
     symbol,   // name: a variable, a label, a branch table
-    address,  // [elements[0] + bits]
+    address,  // [elements[0] + bits], of a tensor [elements[0] + bits, elements[1]]
     vector,   // {elements}
     pair,     // elements[0] | elements[1]
     sink,     // _

@@ -355,19 +355,26 @@ uint32_t Decoder::destination(const Operand& operand, Type type) {
   return slot;
 }
 
+uint32_t Decoder::address_base(const Operand& address, bool& wide) {
+  if (address.kind != Operand::Kind::address) fail("expected [address]");
+  const Operand& base = address.elements[0];
+  wide = true;
+  if (base.kind == Operand::Kind::integer) return constant(static_cast<uint64_t>(base.bits), true);
+  return wide_source(base, base.kind == Operand::Kind::symbol ? Type::u64 : Type::u32, wide);
+}
+
 void Decoder::address(size_t index, int slot) {
-  const Operand& whole = operand(index);
-  if (whole.kind != Operand::Kind::address) fail("expected [address]");
-  const Operand& base = whole.elements[0];
-  insn.immediate = whole.bits;
-  bool wide = true;
-  if (base.kind == Operand::Kind::integer) {
-    insn.slots[slot] = constant(static_cast<uint64_t>(base.bits), true);
-  } else {
-    insn.slots[slot] = base.kind == Operand::Kind::symbol ? wide_source(base, Type::u64, wide)
-                                                          : wide_source(base, Type::u32, wide);
-  }
+  bool wide = false;
+  insn.slots[slot] = address_base(operand(index), wide);
+  insn.immediate = operand(index).bits;
+  if (operand(index).elements.size() > 1) fail("coordinates are not expected here");
   if (wide) insn.flags |= kWideAddress;
+}
+
+void Decoder::list_address(const Operand& address, std::vector<uint32_t>& list) {
+  bool wide = false;
+  const uint32_t base = address_base(address, wide);
+  list.insert(list.end(), {base, wide, static_cast<uint32_t>(address.bits)});
 }
 
 uint32_t Decoder::add_list(const std::vector<uint32_t>& slots) {

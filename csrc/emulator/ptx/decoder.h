@@ -16,6 +16,8 @@ namespace fajit::emulator {
 // Host addresses of module variables (.global and .const).
 using Symbols = std::unordered_map<std::string, uint64_t>;
 
+inline constexpr size_t kListed = 3;  // entries of list_address
+
 // Passed to the decode function of an opcode: the statement, and the instruction to fill. Modifiers
 // are accepted in any order; one that is not accepted is an error.
 class Decoder {
@@ -62,6 +64,9 @@ class Decoder {
 
   // [address]: slots[slot] becomes the base, insn.immediate the offset, kWideAddress is set.
   void address(size_t index, int slot);
+  // For instructions with several addresses: adds the slot of the base, whether that has 64 bits,
+  // and the offset.
+  void list_address(const Operand& address, std::vector<uint32_t>& list);
 
   uint32_t add_list(const std::vector<uint32_t>& slots);
   uint32_t label(const Operand& operand) const;
@@ -80,6 +85,7 @@ class Decoder {
   uint32_t allocate(unsigned bytes);
   uint32_t special(const std::string& name, bool& wide);
   uint64_t symbol_address(const Operand& operand) const;
+  uint32_t address_base(const Operand& address, bool& wide);
 
   const Module& module_;
   const Entry& entry_;

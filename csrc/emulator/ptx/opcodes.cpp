@@ -12,7 +12,7 @@ Decode decode_add, decode_sub, decode_mul, decode_mad, decode_div, decode_rem, d
     decode_selp, decode_slct, decode_cvt, decode_mov, decode_cvta, decode_ld, decode_st,
     decode_atom, decode_red, decode_nothing, decode_fence, decode_mbarrier, decode_createpolicy,
     decode_cp, decode_mma, decode_ldmatrix, decode_stmatrix, decode_wgmma, decode_setmaxnreg,
-    decode_shfl, decode_vote, decode_redux, decode_activemask, decode_bra, decode_brx, decode_exit,
+    decode_shfl, decode_vote, decode_redux, decode_elect, decode_activemask, decode_bra, decode_brx, decode_exit,
     decode_trap, decode_bar, decode_griddepcontrol;
 
 // clang-format off
@@ -183,12 +183,12 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"mbarrier", "init inval arrive arrive_drop expect_tx complete_tx test_wait try_wait b64",
        decode_mbarrier,
        "barriers in shared memory: phases, counts of arrivals and bytes; try_wait waits",
-       "test: mbarriers"},
+       "test: a ring"},
       {"nanosleep", "", decode_nothing, "accepted: time is not modelled", "test: hints"},
       {"createpolicy", "b64", decode_createpolicy, "a policy without effect", "test: hints"},
-      {"cp", "async .ca .cg, 4 8 16 bytes; async.mbarrier", decode_cp,
+      {"cp", "async .ca .cg, 4 8 16 bytes; async.mbarrier; async.bulk, .tensor", decode_cp,
        "a copy to shared memory, zeros beyond the source size; groups and waits, arrivals at "
-       "mbarriers; the policy of .L2::cache_hint must be one of createpolicy",
+       "mbarriers; bulk copies of bytes and of boxes of tensors; the policy of .L2::cache_hint must be one of createpolicy",
        "test: asynchronous copies"},
       {"mma", "m16n8k16, m16n8k8; f16 or bf16, f32", decode_mma,
        "D = A B + C: products and their sum in ascending k in fp64, rounded once",
@@ -209,6 +209,8 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"vote", "sync all any uni ballot", decode_vote, "predicates of the members", "test: votes"},
       {"redux", "sync add min max and or xor u32 s32 b32", decode_redux, "over the members",
        "test: reductions"},
+      {"elect", "sync", decode_elect, "p: the lane is the lowest of the members; d: which one that is",
+       "test: elections"},
       {"activemask", "b32", decode_activemask, "the lanes that run this together",
        "test: active mask"},
       {"bra", "", decode_bra, "to a label", "test: divergence"},

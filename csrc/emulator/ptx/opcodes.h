@@ -29,5 +29,6 @@ void decode_float_minmax(Decoder& d, bool maximum);
 
 // The forms of cp.async in files of their own, which ops/async.cpp calls.
 void decode_copy_arrival(Decoder& d);  // cp.async.mbarrier.arrive
+void decode_bulk_copy(Decoder& d);     // cp.async.bulk
 
 }  // namespace fajit::emulator

@@ -375,6 +375,7 @@ class Parser {
       result.elements.push_back(simple_operand());
       if (lexer_.accept("+")) result.bits = integer();
       else if (lexer_.peek().is("-")) result.bits = integer();
+      if (lexer_.accept(",")) result.elements.push_back(simple_operand());
       lexer_.expect("]");
       return result;
     }

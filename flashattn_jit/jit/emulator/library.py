@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "emulator"
 _KEY_SOURCE = "key.cpp"
+_TENSOR_MAP = "fajit/tensor_map.h"
+"""A header that the emulator shares with kernels and the host."""
 _UNITS = 3
 """Translation units; each includes several files, which saves parsing their common headers."""
 _COMPILE_FLAGS = (
@@ -109,6 +111,7 @@ def library() -> ctypes.CDLL:
 def _document() -> tuple[tuple[str, str], ...]:
     """The fields of the library's key."""
     sources = {name: env.emulator_dir() / name for name in _sources((".cpp", ".h"))}
+    sources[_TENSOR_MAP] = env.include_dir() / _TENSOR_MAP
     return (
         ("library", "emulator"),
         ("flags", "\n".join((*_COMPILE_FLAGS, *_LINK_FLAGS))),
@@ -192,6 +195,7 @@ def _compile(staging: Path, key: str, compiler: Compiler) -> None:
         compile_flags=[
             *_COMPILE_FLAGS,
             quote(f"-I{sources}"),
+            quote(f"-I{env.include_dir()}"),
             quote(f"-ffile-prefix-map={sources}/="),
             quote(f"-ffile-prefix-map={work}/="),
         ],
