@@ -43,7 +43,7 @@ enum class Access : uint8_t { read, write, atomic };
 
 enum class Wait : uint8_t { none, rendezvous, barrier, mbarrier, registers };
 
-inline constexpr uint32_t kChunk = 16;  // bytes of an operand of wgmma that are adjacent
+inline constexpr uint32_t kChunk = 16;  // bytes that a swizzle keeps together
 
 struct AsyncCopy {
   uint8_t lane;

@@ -43,7 +43,7 @@ void copy(Warp& warp, const Insn& insn, uint32_t mask) {
   }
 }
 
-void commit(Warp& warp, const Insn&, uint32_t mask) { warp.block->commit_stores(warp, mask); }
+void commit_bulk(Warp& warp, const Insn&, uint32_t mask) { warp.block->commit_stores(warp, mask); }
 void wait(Warp& warp, const Insn& insn, uint32_t mask) {
   warp.block->wait_stores(warp, mask, static_cast<uint32_t>(insn.immediate));
 }
@@ -54,7 +54,7 @@ void decode_bulk_copy(Decoder& d) {
   d.require_target(80, 90);
   if (d.accept("commit_group")) {
     d.expect_operands(0);
-    d.insn.exec = commit;
+    d.insn.exec = commit_bulk;
     return;
   }
   if (d.accept("wait_group")) {

@@ -98,17 +98,17 @@ void issue(Warp& warp, const Insn& insn, uint32_t) {
   warp.block->issue_product(warp, insn, product, chunks);
 }
 
-void fence(Warp& warp, const Insn&, uint32_t) {
+void fence_products(Warp& warp, const Insn&, uint32_t) {
   warp.block->execute_together(warp, {warp.current});
   ++warp.products.fences;
 }
 
-void commit(Warp& warp, const Insn&, uint32_t) {
+void commit_products(Warp& warp, const Insn&, uint32_t) {
   warp.block->execute_together(warp, {warp.current});
   ++warp.products.committed;
 }
 
-void wait(Warp& warp, const Insn& insn, uint32_t) {
+void wait_products(Warp& warp, const Insn& insn, uint32_t) {
   warp.block->execute_together(warp, {warp.current});
   warp.block->wait_products(warp, static_cast<uint64_t>(insn.immediate));
 }
@@ -174,7 +174,7 @@ void decode_wgmma(Decoder& d) {
   if (form == 0) return decode_product(d);
   d.expect_operands(form == 3 ? 1 : 0);
   if (form == 3) d.insn.immediate = literal(d, 0, 0, INT32_MAX);
-  d.insn.exec = form == 1 ? fence : form == 2 ? commit : wait;
+  d.insn.exec = form == 1 ? fence_products : form == 2 ? commit_products : wait_products;
 }
 
 // The scheduler executes it. mode: 1 for .inc; immediate: the number of registers.

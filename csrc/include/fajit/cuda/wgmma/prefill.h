@@ -319,8 +319,7 @@ class WgmmaPrefill {
       Consumer<Config, Hooks, Wgmma>(params, ring).run();
       return;
     }
-    if constexpr (Config::kProducerRegisters > 0)
-      ptx::give_registers<Config::kProducerRegisters>();
+    if constexpr (Config::kProducerRegisters > 0) ptx::give_registers<Config::kProducerRegisters>();
     const int role = warp - Parts::kConsumerWarps;
     if (role == 0) {
       Producer<Config, Hooks>(params, ring).send_tiles();

@@ -37,8 +37,8 @@ class Producer {
   FAJIT_DEV void send_tiles() {
     const Context c = params_.context();
     for_each_item(a_, ring_, [&](const fajit_work& item) {
-      const Walk walk(c, params_.divisors, item, item.kv_begin,
-                      end_of_positions<Config>(a_, item), ring_.shared + Parts::kWalkBegin);
+      const Walk walk(c, params_.divisors, item, item.kv_begin, end_of_positions<Config>(a_, item),
+                      ring_.shared + Parts::kWalkBegin);
       place_ = place_of(item);
       walk.start_runs();
       if (walk.found_begin() < 0) {
@@ -71,10 +71,10 @@ class Producer {
       for (int at = 0; at < ptx::kGroupRows; at += 32) {
         const int32_t p = min(first + at + ptx::lane_index(), item.row_end - 1);
         const PackedRow row = packed_row<false>(a_, item, p);
-        const uint16_t* from = static_cast<const uint16_t*>(a_.q) +
-                               row_offset<false>(a_, item, row, a_.q_stride);
-        load_rows<Config::kHeadDim, QLayout, 32, true>(
-            ring_.shared, group * ptx::kGroupRows + at, item.row_end - first - at, HeldRows{from});
+        const uint16_t* from =
+            static_cast<const uint16_t*>(a_.q) + row_offset<false>(a_, item, row, a_.q_stride);
+        load_rows<Config::kHeadDim, QLayout, 32, true>(ring_.shared, group * ptx::kGroupRows + at,
+                                                       item.row_end - first - at, HeldRows{from});
       }
       ptx::arrive_after_copies(ring_.full_queries(group));
       ++turn;
@@ -156,8 +156,8 @@ class Producer {
 
   // Writes zeros to the rows of V from `first` on, and hands the tile on.
   FAJIT_DEV void clear_rows(int first) {
-    unsigned char* const values = ring_.shared + Parts::kVBegin +
-                                  turn_ % Parts::kStages * VLayout::kBytes;
+    unsigned char* const values =
+        ring_.shared + Parts::kVBegin + turn_ % Parts::kStages * VLayout::kBytes;
     constexpr int kChunks = VLayout::kPanels * 8;
 #pragma unroll 1
     for (int i = first * kChunks + ptx::lane_index(); i < kTileKv * kChunks; i += 32)

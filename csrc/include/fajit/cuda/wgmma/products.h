@@ -51,7 +51,7 @@ template <class Element, int kN>
 FAJIT_DEV void pack_weights(uint32_t (&p)[kN / 2][4], const float (&s)[1][kN][4]) {
 #pragma unroll
   for (int i = 0; i < 2 * kN; ++i) {
-    const float(&block)[4] = s[0][i / 2];
+    const float (&block)[4] = s[0][i / 2];
     p[i / 4][i % 4] = Element::pack(block[i % 2 * 2], block[i % 2 * 2 + 1]);
   }
 }

@@ -80,8 +80,8 @@ struct Ring {
     for (int i = 0; i < kBarriers; ++i) {
       const bool empties = i >= 2 * kStages && i < 4 * kStages;
       const bool of_queries = i >= 4 * kStages && i < kBarriers - 1;
-      const int arrivals = empties       ? kConsumerWarps
-                           : !of_queries ? 1
+      const int arrivals = empties                     ? kConsumerWarps
+                           : !of_queries               ? 1
                            : i < 4 * kStages + kGroups ? 32  // lanes of the warp that loads them
                                                        : ptx::kGroupWarps;
       ptx::make_barrier(barrier(i), arrivals);
