@@ -98,6 +98,7 @@ struct Ring {
   FAJIT_DEV TileRecord read_record(uint32_t turn) const {
     uint32_t words[4];
     ptx::load_words(words, record(turn));
+    __syncwarp();  // before one lane lets the producer overwrite it
     const uint32_t flags = ptx::uniform(words[2]);
     return {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]), (flags & 1) != 0},
             (flags & 2) != 0,
