@@ -43,7 +43,7 @@ enum class Access : uint8_t { read, write, atomic };
 
 enum class Wait : uint8_t { none, rendezvous, barrier, mbarrier, registers };
 
-inline constexpr uint32_t kChunk = 16;  // bytes that a swizzle keeps together
+inline constexpr uint32_t kOperandChunk = 16;  // bytes of an operand of wgmma that are adjacent
 
 struct AsyncCopy {
   uint8_t lane;
@@ -232,20 +232,20 @@ class Block {
   Mbarrier& initialised(const Warp& warp, int lane, uint32_t offset);
   void complete_phase(Mbarrier& mbarrier);
   std::string describe(const Mbarrier& mbarrier) const;
+  // tensor_copies.cpp
+  void finish_load(size_t index);
+  void perform(const BulkCopy& store);
+  void check_copies_at_exit(Warp& warp, uint32_t mask) const;
+  void check_copies_at_end();
   // warpgroups.cpp
   void reset_warpgroups();
-  void finish_warpgroups();
+  void check_warpgroups_at_end();
   void check_registers(Warp& warp);  // that the current instruction shares with some wgmma
   void hold_registers(Warp& warp, const Insn& insn, uint32_t serial);
   void perform_products(Warp& warp, size_t count);
   void step_products(Warp& warp);
   bool set_register_count(Warp& warp, const Insn& insn);  // false: it has to wait
   [[noreturn]] void fault_held(const Warp& warp, uint32_t serial, const std::string& access) const;
-  // tensor_copies.cpp
-  void finish_load(size_t index);
-  void perform(const BulkCopy& store);
-  void check_copies_at_exit(Warp& warp, uint32_t mask) const;
-  void check_copies_at_end();
   // block.cpp
   void reset(uint32_t x, uint32_t y, uint32_t z);
   void fill_specials(Warp& warp);

@@ -42,7 +42,7 @@ void Block::run(uint32_t x, uint32_t y, uint32_t z) {
     }
     if (!alive) {
       check_copies_at_end();
-      finish_warpgroups();
+      check_warpgroups_at_end();
       return;
     }
     // Operations that complete late do so when nobody can go on without them.

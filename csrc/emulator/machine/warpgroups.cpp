@@ -46,7 +46,7 @@ void Block::execute_together(Warp& warp, const GroupEvent& event) {
   }
 }
 
-void Block::finish_warpgroups() {
+void Block::check_warpgroups_at_end() {
   for (uint32_t i = 0; i < warps_.size(); ++i) {
     const Warpgroup& group = warpgroups_[i / kGroupWarps];
     const uint32_t executed = group.executed[i % kGroupWarps];
@@ -121,10 +121,10 @@ void Block::issue_product(Warp& warp, const Insn& insn, Product product, const u
   product.group = products.committed;
   hold_registers(warp, insn, product.serial);
   for (uint32_t i = 0; i < product.num_chunks; ++i) {
-    shared_inside(warp, 0, chunks[i], kChunk, "a read by wgmma");
+    shared_inside(warp, 0, chunks[i], kOperandChunk, "a read by wgmma");
     if (!track_) continue;
     const Conflict conflict =
-        history_.begin_async_read(warp.index, warp.current, chunks[i], kChunk);
+        history_.begin_async_read(warp.index, warp.current, chunks[i], kOperandChunk);
     if (conflict.kind != Conflict::Kind::none) report(warp, 0, conflict, "a read by wgmma");
   }
   // A delay of up to 1,023 instructions, with short and long ones equally likely.
@@ -171,7 +171,8 @@ void Block::wait_products(Warp& warp, uint64_t pending) {
   for (size_t i = 0; i < count; ++i) {
     const Product& product = in_flight[i];
     for (uint32_t j = 0; track_ && j < product.num_chunks; ++j)
-      history_.end_async_read(warp.index, product.pc, products.chunks[num_chunks + j], kChunk);
+      history_.end_async_read(warp.index, product.pc, products.chunks[num_chunks + j],
+                              kOperandChunk);
     num_chunks += product.num_chunks;
     const Insn& insn = kernel().code[product.pc];
     const uint32_t* slots = kernel().lists.data() + insn.list;

@@ -14,21 +14,21 @@ constexpr uint32_t kMostChunks = 2 * (16 + kMostColumns);
 
 enum ProductMode : uint8_t { kHalf = 1, kTransposedA = 2, kTransposedB = 4, kNegative = 8 };
 
-FAJIT_CLONES void multiply(const float (&a)[16][16], const float (&b)[16][kMostColumns],
-                           float (&c)[16][kMostColumns], int n) {
+FAJIT_CLONES void multiply_panel(const float (&a)[16][16], const float (&b)[16][kMostColumns],
+                                 float (&c)[16][kMostColumns], int n) {
   multiply_rows(a, b, c, n, 16);
 }
 
 // Calls put(row, column, value) for the elements of an operand with so many rows. Returns the end
 // of its chunks.
 template <class Put>
-const uint32_t* gather(const uint8_t* shared, const uint32_t* chunks, int rows, bool mn_major,
-                       bool half, Put put) {
+const uint32_t* gather_operand(const uint8_t* shared, const uint32_t* chunks, int rows,
+                               bool mn_major, bool half, Put put) {
   const int along = mn_major ? rows / 8 : 2;  // chunks of a column, or of a row
   for (int i = 0; i < 2 * rows; ++i) {
     uint16_t bits[8];
     float values[8];
-    std::memcpy(bits, shared + chunks[i], kChunk);
+    std::memcpy(bits, shared + chunks[i], kOperandChunk);
     for (int j = 0; j < 8; ++j) values[j] = to_element(bits[j], half);
     const int major = i / along, minor = i % along * 8;
     for (int j = 0; j < 8; ++j) {
@@ -40,7 +40,7 @@ const uint32_t* gather(const uint8_t* shared, const uint32_t* chunks, int rows, 
 }
 
 // list: the slots of D and, if they are in registers, of A.
-void perform(Warp& warp, const Insn& insn, const Product& product, const uint32_t* chunks) {
+void perform_wgmma(Warp& warp, const Insn& insn, const Product& product, const uint32_t* chunks) {
   const uint32_t* list = warp.block->kernel().lists.data() + insn.list;
   const uint8_t* shared = warp.block->shared_memory();
   const int n = 8 * insn.count;
@@ -48,21 +48,21 @@ void perform(Warp& warp, const Insn& insn, const Product& product, const uint32_
   float a[16][16], b[16][kMostColumns], c[16][kMostColumns];
   if (insn.slots[1] == kNoSlot) read_a(warp, list + n / 2, 4, half, a);
   else
-    chunks = gather(shared, chunks, 16, (insn.mode & kTransposedA) != 0, half,
-                    [&](int row, int column, float value) { a[row][column] = value; });
-  gather(shared, chunks, n, (insn.mode & kTransposedB) != 0, half,
-         [&](int row, int column, float value) { b[column][row] = value; });
+    chunks = gather_operand(shared, chunks, 16, (insn.mode & kTransposedA) != 0, half,
+                            [&](int row, int column, float value) { a[row][column] = value; });
+  gather_operand(shared, chunks, n, (insn.mode & kTransposedB) != 0, half,
+                 [&](int row, int column, float value) { b[column][row] = value; });
   if ((insn.mode & kNegative) != 0)
     for (auto& row : a)
       for (float& value : row) value = -value;
   if (product.accumulate) read_c(warp, list, n / 2, c);
   else std::memset(c, 0, sizeof c);
-  multiply(a, b, c, n);
+  multiply_panel(a, b, c, n);
   write_c(warp, list, n / 2, c);
 }
 
-uint64_t descriptor(const Warp& warp, uint32_t slot, const char* name, bool mn_major,
-                    uint32_t rows) {
+uint64_t descriptor_of(const Warp& warp, uint32_t slot, const char* name, bool mn_major,
+                       uint32_t rows) {
   const uint64_t* bits = warp.longs(slot);
   for (int l = 1; l < kLanes; ++l)
     if (bits[l] != bits[0])
@@ -75,7 +75,7 @@ uint64_t descriptor(const Warp& warp, uint32_t slot, const char* name, bool mn_m
 }
 
 // slots: none, the descriptors of A (or none) and B, scale-d; immediate: scale-d is negated.
-void issue(Warp& warp, const Insn& insn, uint32_t) {
+void issue_wgmma(Warp& warp, const Insn& insn, uint32_t) {
   const uint32_t n = 8u * insn.count, row = warp.index % kGroupWarps * 16;
   const bool mn_major_a = (insn.mode & kTransposedA) != 0;
   const bool mn_major_b = (insn.mode & kTransposedB) != 0;
@@ -85,35 +85,35 @@ void issue(Warp& warp, const Insn& insn, uint32_t) {
   GroupEvent event = {warp.current, scale != 0};
   uint32_t chunks[kMostChunks], *end = chunks;
   if (insn.slots[1] != kNoSlot) {
-    event.a = descriptor(warp, insn.slots[1], "A", mn_major_a, 64);
+    event.a = descriptor_of(warp, insn.slots[1], "A", mn_major_a, 64);
     end = MatrixDescriptor(event.a, mn_major_a).chunks(row, row + 16, end);
   }
-  event.b = descriptor(warp, insn.slots[2], "B", mn_major_b, n);
+  event.b = descriptor_of(warp, insn.slots[2], "B", mn_major_b, n);
   end = MatrixDescriptor(event.b, mn_major_b).chunks(0, n, end);
   warp.block->execute_together(warp, event);
   Product product;
-  product.perform = perform;
+  product.perform = perform_wgmma;
   product.accumulate = event.accumulate;
   product.num_chunks = static_cast<uint32_t>(end - chunks);
   warp.block->issue_product(warp, insn, product, chunks);
 }
 
-void fence_products(Warp& warp, const Insn&, uint32_t) {
+void fence_wgmma(Warp& warp, const Insn&, uint32_t) {
   warp.block->execute_together(warp, {warp.current});
   ++warp.products.fences;
 }
 
-void commit_products(Warp& warp, const Insn&, uint32_t) {
+void commit_wgmma(Warp& warp, const Insn&, uint32_t) {
   warp.block->execute_together(warp, {warp.current});
   ++warp.products.committed;
 }
 
-void wait_products(Warp& warp, const Insn& insn, uint32_t) {
+void wait_wgmma(Warp& warp, const Insn& insn, uint32_t) {
   warp.block->execute_together(warp, {warp.current});
   warp.block->wait_products(warp, static_cast<uint64_t>(insn.immediate));
 }
 
-int64_t literal(const Decoder& d, size_t index, int64_t least, int64_t most) {
+int64_t literal_operand(const Decoder& d, size_t index, int64_t least, int64_t most) {
   const Operand& operand = d.operand(index);
   if (operand.kind != Operand::Kind::integer || operand.bits < least || operand.bits > most)
     d.fail("operand " + std::to_string(index) + " is not a constant from " + std::to_string(least) +
@@ -122,8 +122,8 @@ int64_t literal(const Decoder& d, size_t index, int64_t least, int64_t most) {
 }
 
 // Whether the factor of an operand is -1.
-bool is_negative(const Decoder& d, size_t index) {
-  const int64_t factor = literal(d, index, -1, 1);
+bool is_negative_factor(const Decoder& d, size_t index) {
+  const int64_t factor = literal_operand(d, index, -1, 1);
   if (factor == 0) d.fail("operand " + std::to_string(index) + " is not 1 or -1");
   return factor < 0;
 }
@@ -158,11 +158,11 @@ void decode_product(Decoder& d) {
   d.insn.slots[3] = d.source(3, Type::pred);
   d.insn.immediate = d.operand(3).negated;
   uint8_t mode = a == Type::f16 ? kHalf : 0;
-  if (is_negative(d, 4) != is_negative(d, 5)) mode |= kNegative;
-  if (!in_registers && literal(d, 6, 0, 1) != 0) mode |= kTransposedA;
-  if (literal(d, d.num_operands() - 1, 0, 1) != 0) mode |= kTransposedB;
+  if (is_negative_factor(d, 4) != is_negative_factor(d, 5)) mode |= kNegative;
+  if (!in_registers && literal_operand(d, 6, 0, 1) != 0) mode |= kTransposedA;
+  if (literal_operand(d, d.num_operands() - 1, 0, 1) != 0) mode |= kTransposedB;
   d.insn.mode = mode;
-  d.insn.exec = issue;
+  d.insn.exec = issue_wgmma;
 }
 
 }  // namespace
@@ -173,8 +173,8 @@ void decode_wgmma(Decoder& d) {
   const int form = d.expect_one({"mma_async", "fence", "commit_group", "wait_group"});
   if (form == 0) return decode_product(d);
   d.expect_operands(form == 3 ? 1 : 0);
-  if (form == 3) d.insn.immediate = literal(d, 0, 0, INT32_MAX);
-  d.insn.exec = form == 1 ? fence_products : form == 2 ? commit_products : wait_products;
+  if (form == 3) d.insn.immediate = literal_operand(d, 0, 0, INT32_MAX);
+  d.insn.exec = form == 1 ? fence_wgmma : form == 2 ? commit_wgmma : wait_wgmma;
 }
 
 // The scheduler executes it. mode: 1 for .inc; immediate: the number of registers.
@@ -184,7 +184,7 @@ void decode_setmaxnreg(Decoder& d) {
   d.insn.mode = static_cast<uint8_t>(d.expect_one({"dec", "inc"}));
   if (d.type() != Type::u32) d.fail("expected .u32");
   d.expect_operands(1);
-  d.insn.immediate = literal(d, 0, 24, 256);
+  d.insn.immediate = literal_operand(d, 0, 24, 256);
   if (d.insn.immediate % 8 != 0) d.fail("the number of registers is not a multiple of 8");
   d.insn.flow = Flow::registers;
 }

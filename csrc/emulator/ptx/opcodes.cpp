@@ -12,8 +12,8 @@ Decode decode_add, decode_sub, decode_mul, decode_mad, decode_div, decode_rem, d
     decode_selp, decode_slct, decode_cvt, decode_mov, decode_cvta, decode_ld, decode_st,
     decode_atom, decode_red, decode_nothing, decode_fence, decode_mbarrier, decode_createpolicy,
     decode_cp, decode_mma, decode_ldmatrix, decode_stmatrix, decode_wgmma, decode_setmaxnreg,
-    decode_shfl, decode_vote, decode_redux, decode_elect, decode_activemask, decode_bra, decode_brx,
-    decode_exit, decode_trap, decode_bar, decode_griddepcontrol;
+    decode_shfl, decode_vote, decode_redux, decode_activemask, decode_bra, decode_brx, decode_exit,
+    decode_trap, decode_bar, decode_elect, decode_griddepcontrol;
 
 // clang-format off
 // Cases: operands have the last type of the mnemonic, results the first, unless a type precedes the
