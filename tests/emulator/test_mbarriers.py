@@ -159,8 +159,6 @@ def test_uses_that_cannot_be() -> None:
         ("mov.u64 %w1, 7; mbarrier.test_wait.shared::cta.b64 %p4, [%r2], %w1;", "the state is"),
         ("mbarrier.arrive.b64 _, [%a0];", "not one of shared memory"),
         ("@%p0 mbarrier.init.shared::cta.b64 [%r2+36], 1;", "an mbarrier of 8 bytes"),
-        ("@!%p2 mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r2], 0;"
-         "@%p0 mbarrier.inval.shared::cta.b64 [%r2];", "threads wait"),
         ("mbarrier.test_wait.parity.shared::cta.b64 %p4, [%r2], 0;"
          "@%p0 mbarrier.inval.shared::cta.b64 [%r2];", "since the read by"),
     ):  # fmt: skip

@@ -261,7 +261,7 @@ def spec_of(module: _C.Module) -> KernelSpec:
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("moment", ["late", "early"])
+@pytest.mark.parametrize("moment", ["late", "early", "random:5"])
 def test_nothing_is_found_in_the_kernels(
     call: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,13 +131,6 @@ const Variable* Block::shared_variable(uint64_t address) const {
   return nullptr;
 }
 
-const Variable* Block::variable_before(int64_t offset) const {
-  const Variable* best = nullptr;
-  for (const Variable& variable : variables_)
-    if (best == nullptr || offset >= static_cast<int64_t>(variable.offset)) best = &variable;
-  return best;
-}
-
 uint32_t Block::shared_offset(const Warp& warp, int lane, Space space, uint64_t address) const {
   const uint64_t offset = space == Space::generic ? address - kSharedWindow : address;
   if (offset != static_cast<uint32_t>(offset))
@@ -269,10 +262,6 @@ uint8_t* Block::at(Warp& warp, Space space, int lane, uint64_t address, unsigned
 
 void Block::sync_warp(Warp& warp, uint32_t mask) { history_.meet(warp.index, mask); }
 
-void Block::fence_proxy(Warp& warp, uint32_t mask) {
-  history_.fence(warp.index, mask == warp.alive ? kAllLanes : mask);
-}
-
 std::string Block::source_of(uint32_t pc) const {
   const Location& where = kernel().source_locations[kernel().locations[pc]];
   auto name = [&](uint32_t file, uint32_t line) {
@@ -318,7 +307,9 @@ void Block::fault_at(const Warp& warp, int lane, const std::string& kind, const 
   info.address = address;
   if ((address & kWindowMask) == kSharedWindow) {
     const int64_t offset = static_cast<int64_t>(address - kSharedWindow);
-    const Variable* best = variable_before(offset);
+    const Variable* best = nullptr;
+    for (const Variable& variable : variables_)
+      if (best == nullptr || offset >= static_cast<int64_t>(variable.offset)) best = &variable;
     info.allocation = best == nullptr ? "shared memory" : "shared " + best->name;
     info.offset = best == nullptr ? offset : offset - static_cast<int64_t>(best->offset);
   } else if ((address & kWindowMask) == kLocalWindow) {

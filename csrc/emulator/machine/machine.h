@@ -199,14 +199,20 @@ class Block {
   void count_bytes(const Warp& warp, int lane, Mbarrier& mbarrier, int64_t bytes);
   void count_arrivals(const Warp& warp, int lane, Mbarrier& mbarrier, uint32_t count);
   // Passes what the lanes did and know to who waits for the phase, and the other way.
-  void release_to(Warp& warp, uint32_t mask, Mbarrier& mbarrier);
-  void acquire_from(Warp& warp, const Mbarrier& mbarrier);
+  void release_to(Warp& warp, uint32_t mask, Mbarrier& mbarrier) {
+    history_.arrive(warp.index, mask == warp.alive ? kEveryLane : mask, mbarrier.order);
+  }
+  void acquire_from(Warp& warp, const Mbarrier& mbarrier) {
+    history_.leave(warp.index, mbarrier.completed);
+  }
   // The lanes wait until the current phase is complete, or have only asked whether it is.
   void suspend(Warp& warp, uint32_t mask, const Mbarrier& mbarrier);
   void count_poll() { ++polls_; }
 
-  void sync_warp(Warp& warp, uint32_t mask);    // bar.warp.sync: orders the accesses of its lanes
-  void fence_proxy(Warp& warp, uint32_t mask);  // fence.proxy.async
+  void sync_warp(Warp& warp, uint32_t mask);     // bar.warp.sync: orders the accesses of its lanes
+  void fence_proxy(Warp& warp, uint32_t mask) {  // fence.proxy.async
+    history_.fence(warp.index, mask == warp.alive ? kEveryLane : mask);
+  }
 
   // Whether an asynchronous operation that is issued now takes effect at once.
   bool completes_at_issue();
@@ -261,7 +267,6 @@ class Block {
                          const char* access);
   void report(const Warp& warp, int lane, const Conflict& conflict, const char* access);
   const Variable* shared_variable(uint64_t address) const;
-  const Variable* variable_before(int64_t offset) const;
 
   bool random() const { return launch_.options.completion == Completion::random; }
 

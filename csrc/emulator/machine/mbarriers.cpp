@@ -40,13 +40,9 @@ void Block::init_mbarrier(Warp& warp, int lane, uint32_t offset, uint32_t count)
 
 void Block::invalidate_mbarrier(Warp& warp, int lane, uint32_t offset) {
   Mbarrier& mbarrier = initialised(warp, lane, offset);
-  for (const Warp& other : warps_)
-    for (int l = 0; l < kLanes; ++l)
-      if (other.wait[l] == Wait::mbarrier && &mbarriers_[other.barrier[l]] == &mbarrier)
-        fault_at(warp, lane, "mbarrier", "threads wait for the mbarrier", kSharedWindow + offset);
   if (track_) history_.release(offset);
   shared_at(warp, lane, offset, kBytes, Access::write);
-  complete_phase(mbarrier);  // a copy that still completes it is known to nobody
+  complete_phase(mbarrier);  // who waits for it finds no mbarrier
   mbarrier.offset = 0;
 }
 
@@ -114,14 +110,6 @@ void Block::complete_phase(Mbarrier& mbarrier) {
       }
 }
 
-void Block::release_to(Warp& warp, uint32_t mask, Mbarrier& mbarrier) {
-  history_.arrive(warp.index, mask == warp.alive ? kEveryLane : mask, mbarrier.order);
-}
-
-void Block::acquire_from(Warp& warp, const Mbarrier& mbarrier) {
-  history_.leave(warp.index, mbarrier.completed);
-}
-
 void Block::suspend(Warp& warp, uint32_t mask, const Mbarrier& mbarrier) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     warp.wait[__builtin_ctz(rest)] = Wait::mbarrier;
@@ -131,10 +119,9 @@ void Block::suspend(Warp& warp, uint32_t mask, const Mbarrier& mbarrier) {
 }
 
 std::string Block::describe(const Mbarrier& mbarrier) const {
-  const Variable* variable = variable_before(mbarrier.offset);
-  return "mbarrier " + (variable == nullptr ? "shared memory" : variable->name) + " + " +
-         std::to_string(mbarrier.offset - (variable == nullptr ? 0 : variable->offset)) + ", " +
-         std::to_string(mbarrier.pending) + " of " + std::to_string(mbarrier.expected) +
+  const Variable& variable = *shared_variable(mbarrier.offset);
+  return "mbarrier " + variable.name + " + " + std::to_string(mbarrier.offset - variable.offset) +
+         ", " + std::to_string(mbarrier.pending) + " of " + std::to_string(mbarrier.expected) +
          " arrivals pending, tx-count " + std::to_string(mbarrier.bytes) + ", phase " +
          std::to_string(mbarrier.phase);
 }

@@ -159,59 +159,66 @@ void SharedHistory::land(uint32_t warp, uint32_t lane, uint32_t clock, uint32_t 
   std::fill_n(write_pc_.begin() + offset, bytes, pc);
 }
 
+// Of an access of the warp's asynchronous operation after one by an agent.
+Conflict::Kind SharedHistory::conflict(uint32_t warp, uint32_t lane, uint32_t agent,
+                                       uint32_t stamp) const {
+  const WarpState& state = states_[warp];
+  if (!races_ || stamp >> 6 < begin_) return Conflict::Kind::none;
+  if (!ordered(state, warp, lane, agent, stamp)) return Conflict::Kind::race;
+  const bool asynchronous = agent >= kMaxWarps || (stamp & 63) == kAsyncLane;
+  return asynchronous || fenced(state, agent, stamp) ? Conflict::Kind::none : Conflict::Kind::proxy;
+}
+
 Conflict SharedHistory::begin_async_read(uint32_t warp, uint32_t pc, uint32_t offset,
                                          uint32_t bytes, uint32_t lane) {
-  const WarpState& state = states_[warp];
-  uint32_t* stamps = read_stamp_.data() + static_cast<size_t>(warp) * bytes_;
-  uint32_t* pcs = read_pc_.data() + static_cast<size_t>(warp) * bytes_;
   Conflict result;
+  uint64_t last = 0;  // most bytes were written like the ones before them
   for (uint32_t at = offset; at < offset + bytes; ++at) {
-    const uint32_t stamp = write_stamp_[at];
-    const uint32_t writer = write_agent_[at] & ~uint32_t{kAtomic};
+    const uint32_t stamp = write_stamp_[at], writer = write_agent_[at] & ~uint32_t{kAtomic};
+    const uint64_t written = uint64_t{stamp} << 32 | writer;
     if (use_[at] >= kReserved) return with_use(at);
-    if (stamp >> 6 < begin_) {
-      if (result.kind == Conflict::Kind::none)
-        result.kind = Conflict::Kind::unwritten, result.byte = at;
-    } else if (races_ && !ordered(state, warp, lane, writer, stamp)) {
-      return with_write(Conflict::Kind::race, at);
-    } else if (races_ && writer < kMaxWarps && !fenced(state, writer, stamp)) {
-      return with_write(Conflict::Kind::proxy, at);
+    if (stamp >> 6 < begin_ && result.kind == Conflict::Kind::none)
+      result.kind = Conflict::Kind::unwritten, result.byte = at;
+    if (written != last) {
+      const Conflict::Kind kind = conflict(warp, lane, writer, stamp);
+      if (kind != Conflict::Kind::none) return with_write(kind, at);
     }
+    last = written;
     if (races_) ++use_[at];
-    stamps[at] = state.clock << 6 | kAsyncLane;
-    pcs[at] = pc;
+    note_async_read(warp, pc, at);
   }
   return result;
 }
 
 void SharedHistory::end_async_read(uint32_t warp, uint32_t pc, uint32_t offset, uint32_t bytes) {
-  uint32_t* stamps = read_stamp_.data() + static_cast<size_t>(warp) * bytes_;
-  uint32_t* pcs = read_pc_.data() + static_cast<size_t>(warp) * bytes_;
   for (uint32_t at = offset; at < offset + bytes; ++at) {
     if (races_) --use_[at];
-    stamps[at] = states_[warp].clock << 6 | kAsyncLane;
-    pcs[at] = pc;
+    note_async_read(warp, pc, at);
   }
 }
 
 Conflict SharedHistory::begin_async_write(uint32_t warp, uint32_t lane, uint32_t pc,
                                           uint32_t offset, uint32_t bytes) {
-  const WarpState& state = states_[warp];
-  for (uint32_t at = offset; races_ && at < offset + bytes; ++at) {
-    const uint32_t stamp = write_stamp_[at];
+  for (uint32_t at = offset; at < offset + bytes; ++at) {
+    if (use_[at] != 0) return with_use(at);
     const uint32_t writer = write_agent_[at] & ~uint32_t{kAtomic};
-    if (stamp >> 6 >= begin_ && ordered(state, warp, lane, writer, stamp) && writer < kMaxWarps &&
-        !fenced(state, writer, stamp))
-      return with_write(Conflict::Kind::proxy, at);
-    for (uint32_t other = 0; other < warps_; ++other) {
-      const size_t index = static_cast<size_t>(other) * bytes_ + at;
-      const uint32_t seen = read_stamp_[index];
-      if (seen >> 6 >= begin_ && (seen & 63) != kAsyncLane &&
-          ordered(state, warp, lane, other, seen) && !fenced(state, other, seen))
-        return {Conflict::Kind::proxy, false, other, seen & 63, read_pc_[index], at};
+    const Conflict::Kind kind = conflict(warp, lane, writer, write_stamp_[at]);
+    if (kind != Conflict::Kind::none) return with_write(kind, at);
+  }
+  for (uint32_t other = 0; other < warps_; ++other) {
+    const size_t first = static_cast<size_t>(other) * bytes_;
+    uint32_t last = 0;
+    for (uint32_t at = offset; at < offset + bytes; last = read_stamp_[first + at++]) {
+      const uint32_t seen = read_stamp_[first + at];
+      if (seen == last) continue;
+      const Conflict::Kind kind = conflict(warp, lane, other, seen);
+      if (kind != Conflict::Kind::none)
+        return {kind, false, other, seen & 63, read_pc_[first + at], at};
     }
   }
-  return launch(warp, lane, pc, offset, bytes);
+  land(warp, lane, states_[warp].clock, pc, offset, bytes);
+  if (races_) std::fill_n(use_.begin() + offset, bytes, kWriting);
+  return Conflict{};
 }
 
 void SharedHistory::end_async_write(uint32_t agent, uint32_t pc, uint32_t offset, uint32_t bytes) {

@@ -8,6 +8,8 @@
 namespace fajit::emulator {
 namespace {
 
+constexpr uint32_t kChunk = 16;  // bytes that a swizzle keeps together
+
 // Bytes of an element, by CUtensorMapDataType.
 constexpr uint32_t kElementBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
 

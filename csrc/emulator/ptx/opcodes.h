@@ -27,7 +27,7 @@ void decode_float_product(Decoder& d, bool divide);
 void decode_float_sign(Decoder& d, bool negate);
 void decode_float_minmax(Decoder& d, bool maximum);
 
-// The forms of cp.async in files of their own, which ops/async.cpp calls.
+// The forms of cp.async in files of their own, which decode_cp calls.
 void decode_copy_arrival(Decoder& d);  // cp.async.mbarrier.arrive
 void decode_bulk_copy(Decoder& d);     // cp.async.bulk
 

@@ -41,7 +41,7 @@ def check(q, k, v, variant=None, *, target=SM80, params=None, **options):
     return out, lse
 
 
-@pytest.mark.parametrize("copies", ["late", "early"])
+@pytest.mark.parametrize("copies", ["late", "early", "random:3"])
 def test_prefill_with_both_orders_of_copies(monkeypatch: pytest.MonkeyPatch, copies: str) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_EMULATOR_COPIES", copies)
     check(*inputs(2, 4, 70, 64), fa.Causal(), q_offset="end")

@@ -14,10 +14,7 @@ void copy(Warp& warp, const Insn& insn, uint32_t mask) {
     AsyncCopy item;
     item.lane = static_cast<uint8_t>(l);
     item.bytes = insn.count;
-    const uint64_t to = address_of(warp, insn, 0, l);
-    item.shared = static_cast<uint32_t>(to);
-    if (to != item.shared)
-      block.fault_at(warp, l, "out of bounds", "a copy to outside shared memory", to);
+    item.shared = block.shared_offset(warp, l, Space::shared, address_of(warp, insn, 0, l));
     item.source = warp.longs(insn.slots[1])[l] + insn.target;
     const uint32_t asked = insn.slots[2] == kNoSlot ? insn.count : warp.words(insn.slots[2])[l];
     if (asked > insn.count)

@@ -7,7 +7,7 @@
 namespace fajit::emulator {
 namespace {
 
-enum Mode : uint8_t {
+enum MbarrierMode : uint8_t {
   kRelaxed = 1,
   kExpect = 2,
   kDrop = 4,
@@ -16,21 +16,20 @@ enum Mode : uint8_t {
   kNoInc = 32
 };
 
+uint32_t offset_of(const Warp& warp, const Insn& insn, int lane) {
+  return warp.block->shared_offset(warp, lane, insn.space, address_of(warp, insn, 0, lane));
+}
+
 // Calls body(mbarrier, lanes) for each mbarrier that lanes of the mask name.
 template <class Body> void for_mbarriers(Warp& warp, const Insn& insn, uint32_t mask, Body body) {
-  uint32_t offsets[kLanes] = {};
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-    const int l = __builtin_ctz(rest);
-    offsets[l] = warp.block->shared_offset(warp, l, insn.space, address_of(warp, insn, 0, l));
-  }
   while (mask != 0) {
-    const int first = __builtin_ctz(mask);
+    const uint32_t offset = offset_of(warp, insn, __builtin_ctz(mask));
     uint32_t lanes = 0;
     Mbarrier* mbarrier = nullptr;
     for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
       const int l = __builtin_ctz(rest);
-      if (offsets[l] != offsets[first]) continue;
-      mbarrier = &warp.block->use_mbarrier(warp, l, offsets[l]);
+      if (offset_of(warp, insn, l) != offset) continue;
+      mbarrier = &warp.block->use_mbarrier(warp, l, offset);
       lanes |= 1u << l;
     }
     body(*mbarrier, lanes);
@@ -38,27 +37,18 @@ template <class Body> void for_mbarriers(Warp& warp, const Insn& insn, uint32_t 
   }
 }
 
-// slots: count.
-void init(Warp& warp, const Insn& insn, uint32_t mask) {
+// slots: count, or none to invalidate.
+void initialise(Warp& warp, const Insn& insn, uint32_t mask) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
-    const uint64_t address = address_of(warp, insn, 0, l);
-    warp.block->init_mbarrier(warp, l, warp.block->shared_offset(warp, l, insn.space, address),
-                              warp.words(insn.slots[1])[l]);
-  }
-}
-
-void invalidate(Warp& warp, const Insn& insn, uint32_t mask) {
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-    const int l = __builtin_ctz(rest);
-    const uint64_t address = address_of(warp, insn, 0, l);
-    warp.block->invalidate_mbarrier(warp, l,
-                                    warp.block->shared_offset(warp, l, insn.space, address));
+    const uint32_t offset = offset_of(warp, insn, l);
+    if (insn.slots[1] == kNoSlot) warp.block->invalidate_mbarrier(warp, l, offset);
+    else warp.block->init_mbarrier(warp, l, offset, warp.words(insn.slots[1])[l]);
   }
 }
 
 // slots: count, or bytes with kExpect, or none; the state before, or none.
-void arrive(Warp& warp, const Insn& insn, uint32_t mask) {
+void arrive_now(Warp& warp, const Insn& insn, uint32_t mask) {
   Block& block = *warp.block;
   const bool expects = (insn.mode & kExpect) != 0;
   const uint32_t* operand = insn.slots[1] == kNoSlot ? nullptr : warp.words(insn.slots[1]);
@@ -110,7 +100,7 @@ bool is_complete(const Warp& warp, const Insn& insn, int lane, const Mbarrier& m
 }
 
 // slots: state or parity, result. try_wait suspends lanes until the phase is complete, as it may.
-void wait(Warp& warp, const Insn& insn, uint32_t mask) {
+void await_phase(Warp& warp, const Insn& insn, uint32_t mask) {
   Block& block = *warp.block;
   const bool suspends = (insn.mode & kSuspend) != 0;
   for_mbarriers(warp, insn, mask, [&](const Mbarrier& mbarrier, uint32_t lanes) {
@@ -166,30 +156,27 @@ void decode_mbarrier(Decoder& d) {
   const size_t at = arrives || action >= kTestWait ? 1 : 0;  // of the address
   d.address(at, 0);
   switch (action) {
-    case kInval:
-      d.expect_operands(1);
-      d.insn.exec = invalidate;
-      return;
     case kInit:
+    case kInval:
     case kExpectTx:
     case kCompleteTx:
-      d.expect_operands(2);
-      d.insn.slots[1] = d.source(1, Type::u32);
-      d.insn.exec = action == kInit ? init : count_bytes;
+      d.expect_operands(action == kInval ? 1 : 2);
+      if (action != kInval) d.insn.slots[1] = d.source(1, Type::u32);
+      d.insn.exec = action <= kInval ? initialise : count_bytes;
       return;
     case kArrive:
     case kArriveDrop:
       d.expect_operands((mode & kExpect) != 0 ? 3 : 2, 3);
       if (d.num_operands() == 3) d.insn.slots[1] = d.source(2, Type::u32);
       if (d.operand(0).kind != Operand::Kind::sink) d.insn.slots[2] = d.destination(0, Type::b64);
-      d.insn.exec = arrive;
+      d.insn.exec = arrive_now;
       return;
     default:
       d.expect_operands(3, action == kTryWait ? 4 : 3);  // the fourth limits the time
       d.insn.slots[2] = d.destination(0, Type::pred);
       d.insn.slots[1] = d.source(2, (mode & kParity) != 0 ? Type::u32 : Type::b64);
       d.insn.flow = action == kTryWait ? Flow::wait : Flow::straight;
-      d.insn.exec = wait;
+      d.insn.exec = await_phase;
   }
 }
 

@@ -5,13 +5,13 @@
 namespace fajit::emulator {
 namespace {
 
-enum Mode : uint8_t { kStore = 1, kTensor = 2 };
+enum BulkMode : uint8_t { kStore = 1, kTensor = 2 };
 
 constexpr size_t kAddresses = 3;  // in the list: of shared memory, of the tensor map or bytes,
                                   // of the mbarrier; then coordinates
 
 // slots: size or none, cache policy or none. count: the rank.
-void copy(Warp& warp, const Insn& insn, uint32_t mask) {
+void copy_bulk(Warp& warp, const Insn& insn, uint32_t mask) {
   Block& block = *warp.block;
   const uint32_t* list = block.kernel().lists.data() + insn.list;
   auto address = [&](size_t i, int l) { return listed_address(warp, list + kListed * i, l); };
@@ -43,8 +43,10 @@ void copy(Warp& warp, const Insn& insn, uint32_t mask) {
   }
 }
 
-void commit_bulk(Warp& warp, const Insn&, uint32_t mask) { warp.block->commit_stores(warp, mask); }
-void wait(Warp& warp, const Insn& insn, uint32_t mask) {
+void commit_stores(Warp& warp, const Insn&, uint32_t mask) {
+  warp.block->commit_stores(warp, mask);
+}
+void wait_stores(Warp& warp, const Insn& insn, uint32_t mask) {
   warp.block->wait_stores(warp, mask, static_cast<uint32_t>(insn.immediate));
 }
 
@@ -54,7 +56,7 @@ void decode_bulk_copy(Decoder& d) {
   d.require_target(80, 90);
   if (d.accept("commit_group")) {
     d.expect_operands(0);
-    d.insn.exec = commit_bulk;
+    d.insn.exec = commit_stores;
     return;
   }
   if (d.accept("wait_group")) {
@@ -63,7 +65,7 @@ void decode_bulk_copy(Decoder& d) {
     if (d.operand(0).kind != Operand::Kind::integer)
       d.fail("the number of groups is not a constant");
     d.insn.immediate = d.operand(0).bits;
-    d.insn.exec = wait;
+    d.insn.exec = wait_stores;
     return;
   }
   const bool tensor = d.accept("tensor");
@@ -91,7 +93,7 @@ void decode_bulk_copy(Decoder& d) {
   if (policy) d.insn.slots[1] = d.source(d.num_operands() - 1, Type::b64);
   d.insn.mode = static_cast<uint8_t>((store ? kStore : 0) | (tensor ? kTensor : 0));
   d.insn.list = d.add_list(list);
-  d.insn.exec = copy;
+  d.insn.exec = copy_bulk;
 }
 
 }  // namespace fajit::emulator
