@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from flashattn_jit.errors import EmulatorError, EmulatorFault
-from tests.emulator.harness import MOMENTS, kernel, launch
+from tests.emulator.harness import MOMENTS, compile_cuda, kernel, launch
+from tests.harness.toolkit import needs_nvcc
 
 MAGIC = int.from_bytes(b"fajitmap", "little")
 ELEMENTS = {1: 0, 2: 6, 4: 7, 8: 4}
@@ -481,6 +482,42 @@ def test_runs_of_bytes(moment: Any) -> None:
         with pytest.raises(EmulatorFault) as caught:
             run(BYTES.replace(old, new), [source, out], async_copies=moment)
         assert caught.value.kind == kind, (new, str(caught.value))
+
+
+SOURCE = """
+struct alignas(64) Map { unsigned char bytes[128]; };
+extern "C" __global__ void load_box(const void*, uint4* to, const __grid_constant__ Map map) {
+  __shared__ alignas(1024) uint4 tile[128];
+  __shared__ unsigned long long arrived;
+  const unsigned at = __cvta_generic_to_shared(tile), barrier = __cvta_generic_to_shared(&arrived);
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 2048;" ::"r"(barrier));
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(at), "l"(&map), "r"(0), "r"(5), "r"(barrier) : "memory");
+  }
+  unsigned done = 0;
+  while (!done)
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;"
+                 " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(barrier) : "memory");
+  for (int i = threadIdx.x; i < 128; i += 32) to[i] = tile[i];
+}
+"""
+
+
+@needs_nvcc
+@pytest.mark.parametrize("moment", MOMENTS[:4])
+def test_a_kernel_of_nvcc(moment: Any) -> None:
+    array, out = numbers((24, 64)), np.zeros(2048, np.uint8)
+    extra = bytes(48) + tensor_map(array, (16, 64), 3)
+    text = compile_cuda(SOURCE, "sm_90a")
+    launch(text, [array, out], name="load_box", extra=extra, async_copies=moment)
+    np.testing.assert_array_equal(out, swizzled(array[5:21].tobytes(), 1024, 3))
 
 
 @pytest.mark.parametrize(
