@@ -115,22 +115,24 @@ WGMMA_TARGET = {"sm_90": "sm_90a"}
 _NOT_BY_WGMMA = frozenset({"unaligned", "sparse", "mixed_rows"})
 
 
-def takes_wgmma(spec: KernelSpec) -> str:
-    """Why a spec's kernel is none of wgmma; empty if it may be one.
+def against_wgmma(spec: KernelSpec, tma: bool = True) -> str:
+    """Why a kernel cannot be one of wgmma; empty if it can.
 
-    Unaligned rows, key lists and keys that rows of several requests share are not what TMA copies;
-    key_mod and value_mod change rows that only the matrix units would read.
+    Unaligned rows, key lists, keys that rows of several requests share and pages of a few slots are
+    not what TMA copies; key_mod and value_mod change rows that only the matrix units would read.
     """
-    dims = (spec.head_dim, spec.head_dim_v)
     if architecture(spec.target) not in WGMMA_TARGET:
         return f"{architecture(spec.target)} has no wgmma"
     for feature in sorted(_NOT_BY_WGMMA.intersection(spec.features)):
-        return f"feature {feature}"
+        return f"TMA copies no tiles with feature {feature}"
+    if not tma:
+        return "TMA copies no pages whose size is not a multiple of 8"
     for hook in ("key_mod", "value_mod"):
         if spec.variant.has(hook):
-            return f"hook {hook}"
+            return f"{hook} changes rows that wgmma would read"
+    dims = (spec.head_dim, spec.head_dim_v)
     if min(dims) < 64 or any(n % 8 for n in dims):
-        return "head dims below 64 or no multiples of 8"
+        return "a head dim is below 64, or not a multiple of 8"
     return ""
 
 
@@ -177,7 +179,7 @@ def ladder(spec: KernelSpec, rows: int, tma: bool = True) -> tuple[KernelSpec, .
     if kind == "prefill":
         tiles = tuple(t for t in tiles if t.tile_kv <= _most_keys(spec, widest))
     tiled = [_with(spec, t, kind) for t in tiles]
-    if kind == "prefill" and tma and not takes_wgmma(spec):
+    if kind == "prefill" and not against_wgmma(spec, tma):
         tiled = [*_wgmma_tiles(spec, rows), *tiled]
     return tuple(s for p in tiled if fits(s := with_stages(p)))
 

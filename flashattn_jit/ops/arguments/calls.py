@@ -235,9 +235,15 @@ def is_aligned(
     return out is None or (out.data_ptr() % 16 == 0 and _steps_aligned(out))
 
 
+_LONGEST_STEP = 1 << 40
+"""Bytes; TMA takes no longer strides, and rows that are loaded one by one any."""
+
+
 def _steps_aligned(tensor: torch.Tensor) -> bool:
     item = tensor.element_size()
-    return all(stride * item % 16 == 0 for stride in tensor.stride()[:-1])
+    return all(
+        stride * item % 16 == 0 and stride * item < _LONGEST_STEP for stride in tensor.stride()[:-1]
+    )
 
 
 # --- results --------------------------------------------------------------------------------------
