@@ -298,9 +298,10 @@ def spare_registers(spec: KernelSpec) -> int:
 
 def considered(chosen: KernelSpec, packed_rows: int) -> list[tuple[KernelSpec, int, bool, str]]:
     """(spec, shared bytes, chosen, reason) of the choice and of the other candidates."""
-    rows = row_class(packed_rows)
-    why = {with_tile(chosen, n): _against_class(n, packed_rows) for n in ROW_CLASSES if n != rows}
-    why |= {s: for_or_against(s, chosen, packed_rows) for s in ladder(chosen, rows)}
+    rows, tma = row_class(packed_rows), chosen.tile_kind != "prefill"
+    others = [n for n in ROW_CLASSES if n != rows]
+    why = {with_tile(chosen, n, tma): _against_class(n, packed_rows) for n in others}
+    why |= {s: for_or_against(s, chosen, packed_rows) for s in ladder(chosen, rows, tma)}
     order = sorted(why, key=lambda s: (s != chosen, -s.tile_q, -s.tile_kv))
     return [(s, shared_bytes(s), s == chosen, why[s]) for s in order]
 
@@ -324,7 +325,11 @@ def for_or_against(spec: KernelSpec, chosen: KernelSpec, packed_rows: int) -> st
         loads = f"{flying} KiB of K and V in flight" if flying else "loads through registers"
         return f"{packed_rows} packed rows share each key; {holds}, {loads}"
     filled = 100 * min(1.0, packed_rows / spec.tile_q)
-    return (
+    reason = (
         f"{filled:.0f} % of a tile filled; {holds}, {accumulator_registers(spec)} of "
-        f"{register_budget(spec)} registers accumulate"
+        f"{accumulator_registers(spec) + spare_registers(spec)} registers accumulate"
     )
+    if spec.tile_kind == "prefill" and architecture(spec.target) in WGMMA_TARGET:
+        pages = "TMA copies no such pages, or " if "paged" in spec.features else ""
+        reason += f"; not wgmma: {against_wgmma(spec) or pages + 'its kernels spill'}"
+    return reason

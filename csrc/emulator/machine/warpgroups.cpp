@@ -7,7 +7,7 @@
 namespace fajit::emulator {
 namespace {
 
-constexpr uint32_t kBlockRegisters = 65536, kMostRegisters = 256;
+constexpr uint32_t kRegisters = 65536, kMostRegisters = 256;  // of a multiprocessor, of a thread
 
 }  // namespace
 
@@ -17,7 +17,8 @@ void Block::reset_warpgroups() {
   const size_t registers = kernel().uses.empty() ? 0 : kernel().register_words / kLanes;
   for (Warp& warp : warps_) {
     warp.products.reset(registers);
-    warp.register_count = std::min(kBlockRegisters / num_threads_ / 8 * 8, kMostRegisters);
+    warp.register_count =
+        std::min(kRegisters / (num_threads_ * kernel().min_blocks) / 8 * 8, kMostRegisters);
   }
 }
 
