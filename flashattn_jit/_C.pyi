@@ -21,7 +21,9 @@ _Layout = tuple[Sequence[int], Sequence[int]]
 _BlockMaskLayout = tuple[Sequence[int], Sequence[int], int, int]
 
 Launch = tuple[str, tuple[int, int, int], tuple[int, int, int], int, bytes, bool]
-"""Kernel, grid, block, dynamic shared bytes, parameter bytes; may it overlap the one before?"""
+"""Kernel, grid, block, dynamic shared bytes, parameter bytes; may it overlap the one before?
+
+Tensor maps are descriptions (`fajit_tensor_map`) in the parameter bytes."""
 
 def cpu_features() -> list[str]:
     """Features of this CPU and system beyond the baseline, by the names of `codegen.targets`."""
@@ -103,6 +105,12 @@ def use_driver(library: str) -> str:
     """For tests: the library that is opened as the CUDA driver from now on, "" for libcuda.so.1.
 
     Returns the previous one. Kernels that are loaded stay with the driver that loaded them.
+    """
+
+def driver_encodes_tensor_maps() -> bool:
+    """Whether launches may have tensor maps: with drivers for CUDA 12.0 and later.
+
+    False without a driver.
     """
 
 def exchange_capture_mode(mode: int) -> int:
@@ -325,10 +333,14 @@ class BatchCall:
         num_pages: int = 0,
         flags: int = 0,
         block_mask: _BlockMaskLayout | None = None,
+        kv_requests: int = 0,
+        kv_rows: int = 0,
     ) -> BatchCall:
         """The same work on tensors with these strides: q, k, v, out, lse, each (request, head, row)
         in elements, with pages (page, head, slot). block_mask: (sizes, strides, q_block, kv_block)
-        with 4 sizes and strides: request, head, q block, kv block."""
+        with 4 sizes and strides: request, head, q block, kv block. kv_requests, kv_rows: extents of
+        k and v along these dims, 1 and all rows for packed ones; with pages num_pages and the page
+        size are taken."""
 
     @property
     def is_cuda(self) -> bool: ...
@@ -399,7 +411,7 @@ class BatchCall:
 # --- interval forms of masks ----------------------------------------------------------------------
 
 def interval_functions() -> list[str]:
-    """The functions of fajit/interval*.h that statements of an `IntervalForm` may call."""
+    """The functions of fajit/interval/*.h that statements of an `IntervalForm` may call."""
 
 class IntervalForm:
     """The interval form of a mask, the same as in compiled kernels: see csrc/interval/program.h.

@@ -1,7 +1,7 @@
 // csrc/interval interprets a mask's interval form, statement by statement, one box at a time.
 //
 //   program.cpp      reads and checks the statements that variants/interval/statements.py writes
-//   functions.cpp    the table of the functions of fajit/interval*.h, by name
+//   functions.cpp    the table of the functions of fajit/interval/*.h, by name
 //   gathers.cpp      the functions that read a param tensor
 //   evaluation.cpp   states of boxes, the same as those of compiled `Hooks::classify`
 //   tile_runs.cpp    states of all tiles of a grid, from large boxes to small ones

@@ -121,6 +121,16 @@ void bind_driver(py::module_& m) {
   m.attr("RELAXED_CAPTURES") = cu::kCaptureModeRelaxed;
   m.def("use_driver", &use_driver, py::arg("library"));
   m.def(
+      "driver_encodes_tensor_maps",
+      [] {
+        try {
+          return driver().encodes_tensor_maps();
+        } catch (const DriverError&) {
+          return false;
+        }
+      },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
       "exchange_capture_mode", [](int mode) { return exchange_capture_mode(driver(), mode); },
       py::arg("mode"));
 }

@@ -25,12 +25,17 @@ SPILL_BYTES = 64
 """Bytes that a thread may spill outside of matrix products, where that buys a tile of twice the
 keys. Here, because a change of it must change the keys of kernels."""
 
-SPILL_RULE = 1
+WGMMA_SPILL_BYTES = 512
+"""The same for wgmma kernels, in which products and their waits fill the loops: what spills there is
+held across the loops, for the ends of an item, or is the producer's. A store and a load of each
+byte once an item are a thousandth of the time of 4,096 keys [estimate]."""
+
+SPILL_RULE = 2
 """Raised where the rule changes by which a build is kept or replaced by a smaller tile. Entries
 hold its decisions; the keys of kernels cover this file, but not `planner/cuda_tiles.py` and, of
 `jit/compilation`, `cubin.py`, `loops.py` and `ptxas_report.py`."""
 
-MAX_WARPS = {"prefill": 8, "few_row": 12}
+MAX_WARPS = {"prefill": 8, "few_row": 12, "prefill_wgmma": 16}
 """Most warps per multiprocessor that a tile declares. Two per scheduler overlap softmax with matrix
 products; the registers of more warps are better used for larger tiles and hooks. Kernels that wait
 for memory gain from three. A kernel that uses fewer registers than its budget can still have more
@@ -94,6 +99,32 @@ def row_bytes(head_dim: int) -> int:
     return 16 * (chunks if chunks % 8 == 0 or chunks in (2, 4) else chunks | 1)
 
 
+def _panels_bytes(rows: int, head_dim: int) -> int:
+    """Bytes of a tile in panels of 64 columns (`tile/panel_layout.h`)."""
+    return rows * 128 * -(-head_dim // 64)
+
+
+def _wgmma_shared_bytes(spec: KernelSpec) -> int:
+    """As `wgmma/ring.h` lays it out: Q, rings of K and V, barriers, records, items, the walk."""
+    consumers = spec.tile_q // 16
+    ring = _panels_bytes(spec.tile_kv, spec.head_dim) + _panels_bytes(spec.tile_kv, spec.head_dim_v)
+    tiles = _panels_bytes(spec.tile_q, spec.head_dim) + spec.num_stages * ring
+    barriers = _up(8 * (4 * spec.num_stages + spec.tile_q // 32 + 1), 16)
+    warps = 32 * spec.num_warps + 32 + consumers * row_temps(spec.variant) * 4
+    return tiles + barriers + 16 * spec.num_stages + warps
+
+
+def warpgroup_registers(spec: KernelSpec) -> tuple[int, int]:
+    """Registers of a thread of the producer and of the consumers of a wgmma kernel.
+
+    (0, 0): both have those that the kernel is launched with. The producer evaluates the mask's
+    interval form, which takes more registers than issuing copies.
+    """
+    if spec.tile_q == 128:
+        return 56, 224
+    return (64, 192) if ctas_per_sm(spec) == 2 else (0, 0)
+
+
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of the attention kernel, as its headers lay it out.
 
@@ -102,6 +133,8 @@ def shared_bytes(spec: KernelSpec) -> int:
     buffers' keys, the scratch of row hooks, and 40 bytes for the work item. The fp32 output rows
     are staged in the space of the buffers, which is enlarged if they need more.
     """
+    if spec.tile_kind == "prefill_wgmma":
+        return _wgmma_shared_bytes(spec)
     out_row = 4 * (_up(padded(spec.head_dim_v), 32) + 8)
     queries = spec.tile_q * row_bytes(spec.head_dim)
     ring = spec.num_stages * spec.tile_kv * (row_bytes(spec.head_dim) + row_bytes(spec.head_dim_v))
@@ -145,6 +178,8 @@ def accumulator_registers(spec: KernelSpec) -> int:
     dv = padded(spec.head_dim_v)
     if spec.tile_kind == "few_row":  # each warp holds all rows, and its own part of the keys
         return (dv + spec.tile_kv // spec.num_warps) // 2
+    if spec.tile_kind == "prefill_wgmma":  # scores, the weights of the tile before, the output
+        return spec.tile_kv // 2 + spec.tile_kv // 4 + spec.head_dim_v // 2
     row_blocks = spec.tile_q // (16 * spec.num_warps)
     return row_blocks * (dv + spec.tile_kv) // 2
 
@@ -161,6 +196,9 @@ def ctas_per_sm(spec: KernelSpec) -> int:
     The largest number, up to `MAX_WARPS` warps, that fits shared memory and leaves each thread
     enough registers for its accumulators and a working set.
     """
+    if spec.tile_kind == "prefill_wgmma":
+        two = spec.tile_q == 64 and resident_by_shared(spec.target, shared_bytes(spec)) >= 2
+        return 2 if two else 1
     needed = accumulator_registers(spec) + _WORKING_REGISTERS
     for ctas in range(MAX_WARPS[spec.tile_kind] // spec.num_warps, 1, -1):
         if (

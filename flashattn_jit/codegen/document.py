@@ -38,7 +38,7 @@ from .spec import (
     cuda_dtypes,
     name_of,
 )
-from .targets import CPU_TARGETS, CUDA_TARGETS, is_cuda
+from .targets import CODE_TARGETS, CPU_TARGETS, CUDA_TARGETS, SPECIFIC_TARGETS, is_cuda
 
 MAX_DOCUMENT = 4 << 20
 """Characters of a document. Those of large variants have some ten thousand."""
@@ -47,7 +47,7 @@ MANIFEST_SCHEMA = 1
 """Version of a manifest's line."""
 
 _CPU_FEATURES = ("block_mask", "indirect")
-_TILE_KINDS = ("prefill", "few_row")
+_TILE_KINDS = ("prefill", "few_row", "prefill_wgmma")
 _UTILITIES = ("merge_states", "append_paged_kv")
 _UNIT_BYTES = (1, 2, 4, 8, 16)
 _MAX_TILE = 4096
@@ -200,7 +200,7 @@ def _schema(where: str, value: object, expected: int) -> None:
 def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
     record("spec", doc, _KERNEL_FIELDS)
     _schema("schema", doc["schema"], SCHEMA)
-    target = choice("target", doc["target"], (*CPU_TARGETS, *CUDA_TARGETS))
+    target = choice("target", doc["target"], (*CPU_TARGETS, *CODE_TARGETS))
     cuda = is_cuda(target)
     body = doc["variant"]
     if isinstance(body, dict) and body.get("cpp"):
@@ -216,7 +216,7 @@ def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
     tile_kind, tile_q, tile_kv = _sequence("tile", doc["tile"], 3)
     choice("tile[0]", tile_kind, _TILE_KINDS)
     warps, stages = _sequence("warps", doc["warps"], 2)
-    _check_tile(cuda, tile_kind, tile_q, tile_kv, warps, stages)
+    _check_tile(target, tile_kind, tile_q, tile_kv, warps, stages)
     return KernelSpec(
         variant, *dtypes, head_dim, head_dim_v, target, cast(TileKind, tile_kind), tile_q, tile_kv,
         _features(doc["features"], cuda), name, warps, stages,
@@ -239,8 +239,9 @@ def _dtypes(value: object, target: str) -> tuple[str, str, str]:
 
 
 def _check_tile(
-    cuda: bool, kind: object, tile_q: object, tile_kv: object, warps: object, stages: object
+    target: str, kind: object, tile_q: object, tile_kv: object, warps: object, stages: object
 ) -> None:
+    cuda = is_cuda(target)
     integer("tile[1]", tile_q, 1, _MAX_TILE)
     integer("tile[2]", tile_kv, 1, _MAX_TILE)
     integer("warps[0]", warps, 1 if cuda else 0, 32 if cuda else 0)
@@ -249,6 +250,12 @@ def _check_tile(
         raise fail("tile", f"CUDA tiles have multiples of 16, got {tile_q} x {tile_kv}")
     if cuda and kind == "prefill" and tile_q % (16 * warps):  # type: ignore[operator]
         raise fail("tile", f"{tile_q} rows are not blocks of 16 for each of {warps} warps")
+    if kind == "prefill_wgmma" and (
+        target not in SPECIFIC_TARGETS
+        or (tile_q, warps) not in ((64, 8), (128, 12))
+        or tile_kv > 256  # type: ignore[operator]
+    ):
+        raise fail("tile", f"{kind} has 64 or 128 rows, 8 or 12 warps, on {SPECIFIC_TARGETS[0]}")
     if cuda and kind == "few_row" and tile_kv % (16 * warps):  # type: ignore[operator]
         raise fail("tile", f"{tile_kv} keys are not blocks of 16 for each of {warps} warps")
 

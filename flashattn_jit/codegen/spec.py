@@ -287,7 +287,8 @@ SCHEMA = 2
 UTILITY_SCHEMA = 1
 """The same of other kernels."""
 
-TileKind = Literal["prefill", "few_row"]
+TileKind = Literal["prefill", "few_row", "prefill_wgmma"]
+"""prefill_wgmma: prefill by the matrix instructions of warpgroups, on Hopper."""
 FEATURES = ("block_mask", "paged", "mixed_rows", "sparse", "unaligned", "indirect")
 """block_mask: a byte map decides which tiles are visited. paged: key rows are found through a page
 table. mixed_rows: rows of several requests share an item's keys. sparse: items visit lists of key

@@ -119,6 +119,12 @@ def has_amx(target: str) -> bool:
 CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """CUDA targets, ascending. A suffixed one, ``sm_90a``, follows the one without."""
 
+SPECIFIC_TARGETS = ("sm_90a",)
+"""Targets of kernels that calls on the target without the suffix choose by themselves."""
+
+CODE_TARGETS = (*CUDA_TARGETS, *SPECIFIC_TARGETS)
+"""What CUDA kernels are compiled for."""
+
 EMULATED = "emulated:"
 """What stands before a CUDA target whose PTX is to run on the CPU."""
 
@@ -138,6 +144,11 @@ def is_emulated(target: str) -> bool:
 def compiled_target(target: str) -> str:
     """The target that code is compiled for: ``sm_80`` for ``emulated:sm_80``, else itself."""
     return target.removeprefix(EMULATED)
+
+
+def called_target(target: str) -> str:
+    """The target of calls that choose kernels of `target`: ``sm_90`` for ``sm_90a``, else itself."""
+    return architecture(target) if target in SPECIFIC_TARGETS else target
 
 
 def sm_version(target: str) -> int:

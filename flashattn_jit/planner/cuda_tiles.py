@@ -16,6 +16,7 @@ from ..codegen.budget import (
     MAX_WARPS,
     SPILL_BYTES,
     WARP,
+    WGMMA_SPILL_BYTES,
     accumulator_registers,
     ctas_per_sm,
     fits,
@@ -23,9 +24,10 @@ from ..codegen.budget import (
     padded,
     register_budget,
     shared_bytes,
+    warpgroup_registers,
 )
 from ..codegen.spec import KernelSpec, TileKind
-from ..codegen.targets import architecture
+from ..codegen.targets import architecture, called_target
 from ..variants.ir.ir import FLOAT_FUNCTIONS, Graph
 
 ROW_CLASSES = (16, 64, 128)
@@ -98,6 +100,42 @@ def _long(graph: Graph) -> bool:
 
 
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
+_WGMMA: tuple[tuple[int, tuple[Tile, ...]], ...] = (
+    (64, (Tile(128, 192, 12), Tile(128, 128, 12), Tile(64, 128, 8), Tile(64, 64, 8))),
+    (128, (Tile(128, 160, 12), Tile(128, 128, 12), Tile(64, 80, 8), Tile(64, 64, 8))),
+    (192, (Tile(128, 112, 12), Tile(128, 96, 12), Tile(64, 48, 8))),
+    (256, (Tile(128, 80, 12), Tile(128, 64, 12), Tile(64, 64, 8))),
+)
+"""Tiles of wgmma kernels by the larger head dim, in order of preference: two groups of 64 rows and
+a producer, or one. Shared memory bounds the keys: two stages of K and V."""
+
+WGMMA_TARGET = {"sm_90": "sm_90a"}
+"""What wgmma kernels are compiled for, by the architecture that has them."""
+
+_NOT_BY_WGMMA = frozenset({"unaligned", "sparse", "mixed_rows"})
+
+
+def against_wgmma(spec: KernelSpec, tma: bool = True) -> str:
+    """Why a kernel cannot be one of wgmma; empty if it can.
+
+    Unaligned rows, key lists, keys that rows of several requests share and pages of a few slots are
+    not what TMA copies; key_mod and value_mod change rows that only the matrix units would read.
+    """
+    if architecture(spec.target) not in WGMMA_TARGET:
+        return f"{architecture(spec.target)} has no wgmma"
+    for feature in sorted(_NOT_BY_WGMMA.intersection(spec.features)):
+        return f"TMA copies no tiles with feature {feature}"
+    if not tma:
+        return "TMA copies no pages whose size is not a multiple of 8"
+    for hook in ("key_mod", "value_mod"):
+        if spec.variant.has(hook):
+            return f"{hook} changes rows that wgmma would read"
+    dims = (spec.head_dim, spec.head_dim_v)
+    if min(dims) < 64 or any(n % 8 for n in dims):
+        return "a head dim is below 64, or not a multiple of 8"
+    return ""
+
+
 _LAST_RESORT_KV = 16  # few keys between two barriers: only if registers allow no larger tile
 
 
@@ -129,21 +167,36 @@ def preferences(rows: int, widest: int, target: str) -> tuple[Tile, ...]:
     return tuple(t for t in tiles if t.tile_q <= rows)
 
 
-def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
-    """`spec` with each tile of a row class that fits its target, in order of preference."""
+def ladder(spec: KernelSpec, rows: int, tma: bool = True) -> tuple[KernelSpec, ...]:
+    """`spec` with each tile of a row class that fits its target, in order of preference.
+
+    tma: whether TMA can copy the keys, if nothing in the spec is against it.
+    """
     kind: TileKind = "few_row" if rows == ROW_CLASSES[0] else "prefill"
     widest = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    spec = replace(spec, target=called_target(spec.target))
     tiles = preferences(rows, widest, spec.target)
     if kind == "prefill":
         tiles = tuple(t for t in tiles if t.tile_kv <= _most_keys(spec, widest))
-    tiled = (
-        replace(
-            spec, tile_kind=kind, tile_q=t.tile_q, tile_kv=t.tile_kv, num_warps=t.num_warps,
-            num_stages=1,
-        )
-        for t in tiles
-    )  # fmt: skip
+    tiled = [_with(spec, t, kind) for t in tiles]
+    if kind == "prefill" and not against_wgmma(spec, tma):
+        tiled = [*_wgmma_tiles(spec, rows), *tiled]
     return tuple(s for p in tiled if fits(s := with_stages(p)))
+
+
+def _with(spec: KernelSpec, tile: Tile, kind: TileKind) -> KernelSpec:
+    return replace(
+        spec, tile_kind=kind, tile_q=tile.tile_q, tile_kv=tile.tile_kv, num_warps=tile.num_warps,
+        num_stages=1,
+    )  # fmt: skip
+
+
+def _wgmma_tiles(spec: KernelSpec, rows: int) -> list[KernelSpec]:
+    """The wgmma tiles of a row class: of its rows alone, or, where there is none, of fewer."""
+    widest = max(spec.head_dim, spec.head_dim_v)
+    tiles = next(tiles for bound, tiles in _WGMMA if widest <= bound)
+    on = replace(spec, target=WGMMA_TARGET[architecture(spec.target)])
+    return [_with(on, t, "prefill_wgmma") for t in tiles if t.tile_q == rows]
 
 
 def with_stages(spec: KernelSpec) -> KernelSpec:
@@ -154,6 +207,8 @@ def with_stages(spec: KernelSpec) -> KernelSpec:
     computed with; else the number with the most bytes in flight. On sm_75 loads go through
     registers and none are in flight.
     """
+    if spec.tile_kind == "prefill_wgmma":
+        return replace(spec, num_stages=2)
     if spec.tile_kind == "prefill":
         ring = replace(spec, num_stages=2)
         without = architecture(spec.target) == "sm_75" or not fits(ring)
@@ -181,10 +236,10 @@ def block_bytes_in_flight(spec: KernelSpec) -> int:
     return in_flight_bytes(spec) // ctas_per_sm(spec)
 
 
-def with_tile(spec: KernelSpec, rows: int) -> KernelSpec:
+def with_tile(spec: KernelSpec, rows: int, tma: bool = True) -> KernelSpec:
     """`spec` with the tile of a row class: the first of `ladder` with enough resident warps
     (`shares_well`), else the first."""
-    tiles = ladder(spec, rows)
+    tiles = ladder(spec, rows, tma)
     return next((t for t in tiles if shares_well(t)), tiles[0])
 
 
@@ -196,6 +251,8 @@ def shares_well(spec: KernelSpec) -> bool:
     """
     if spec.tile_kind == "few_row":
         return ctas_per_sm(spec) >= 2
+    if spec.tile_kind == "prefill_wgmma":
+        return True
     return (
         ctas_per_sm(spec) * spec.num_warps >= MAX_WARPS["prefill"]
         and spec.tile_kv > _LAST_RESORT_KV
@@ -208,7 +265,7 @@ def step_down(spec: KernelSpec) -> tuple[KernelSpec, ...]:
     They have its tile kind and at most its rows, so plans need no other change. Each leaves hooks
     more registers than the previous one.
     """
-    tiles = ladder(spec, row_class(spec.tile_q))
+    tiles = ladder(spec, row_class(spec.tile_q), spec.tile_kind == "prefill_wgmma")
     shapes = [(t.tile_q, t.tile_kv, t.num_warps) for t in tiles]
     here = (spec.tile_q, spec.tile_kv, spec.num_warps)
     steps: list[KernelSpec] = []
@@ -223,21 +280,28 @@ def spill_bytes(spec: KernelSpec) -> int:
     `spec` has at most half its keys, else 0.
 
     Twice the keys halve the barriers, the running maxima and the loads of Q's fragments for a key.
+    Kernels of wgmma have a bound of their own.
     """
+    if spec.tile_kind == "prefill_wgmma":
+        return WGMMA_SPILL_BYTES
     smaller = step_down(spec)[:1]
     return SPILL_BYTES if smaller and 2 * smaller[0].tile_kv <= spec.tile_kv else 0
 
 
 def spare_registers(spec: KernelSpec) -> int:
     """Registers of the budget that are no accumulators."""
-    return register_budget(spec) - accumulator_registers(spec)
+    budget = register_budget(spec)
+    if spec.tile_kind == "prefill_wgmma":
+        budget = warpgroup_registers(spec)[1] or budget
+    return budget - accumulator_registers(spec)
 
 
 def considered(chosen: KernelSpec, packed_rows: int) -> list[tuple[KernelSpec, int, bool, str]]:
     """(spec, shared bytes, chosen, reason) of the choice and of the other candidates."""
-    rows = row_class(packed_rows)
-    why = {with_tile(chosen, n): _against_class(n, packed_rows) for n in ROW_CLASSES if n != rows}
-    why |= {s: for_or_against(s, chosen, packed_rows) for s in ladder(chosen, rows)}
+    rows, tma = row_class(packed_rows), chosen.tile_kind != "prefill"
+    others = [n for n in ROW_CLASSES if n != rows]
+    why = {with_tile(chosen, n, tma): _against_class(n, packed_rows) for n in others}
+    why |= {s: for_or_against(s, chosen, packed_rows) for s in ladder(chosen, rows, tma)}
     order = sorted(why, key=lambda s: (s != chosen, -s.tile_q, -s.tile_kv))
     return [(s, shared_bytes(s), s == chosen, why[s]) for s in order]
 
@@ -261,7 +325,11 @@ def for_or_against(spec: KernelSpec, chosen: KernelSpec, packed_rows: int) -> st
         loads = f"{flying} KiB of K and V in flight" if flying else "loads through registers"
         return f"{packed_rows} packed rows share each key; {holds}, {loads}"
     filled = 100 * min(1.0, packed_rows / spec.tile_q)
-    return (
+    reason = (
         f"{filled:.0f} % of a tile filled; {holds}, {accumulator_registers(spec)} of "
-        f"{register_budget(spec)} registers accumulate"
+        f"{accumulator_registers(spec) + spare_registers(spec)} registers accumulate"
     )
+    if spec.tile_kind == "prefill" and architecture(spec.target) in WGMMA_TARGET:
+        pages = "TMA copies no such pages, or " if "paged" in spec.features else ""
+        reason += f"; not wgmma: {against_wgmma(spec) or pages + 'its kernels spill'}"
+    return reason

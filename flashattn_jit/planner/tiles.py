@@ -262,16 +262,17 @@ def choose_rows(
     packed_rows: int,
     features: tuple[str, ...] = (),
     name: str = "variant",
+    tma: bool = True,
 ) -> KernelSpec:
     """The kernel for requests of up to `packed_rows` packed rows; always one of `reachable`.
 
-    head_dims: (head_dim, head_dim_v). dtypes: of q, k and v.
+    head_dims: (head_dim, head_dim_v). dtypes: of q, k and v. tma: see `Needs`.
     """
     blank = KernelSpec(
         variant, *dtypes, *head_dims, compiled_target(target), "prefill", 0, 0, features, name
     )
     if is_cuda(blank.target):
-        return cuda_tiles.with_tile(blank, cuda_tiles.row_class(packed_rows))
+        return cuda_tiles.with_tile(blank, cuda_tiles.row_class(packed_rows), tma)
     return with_cpu_tile(blank, tile_kind(packed_rows, blank.target, blank.q_dtype))
 
 
@@ -281,11 +282,12 @@ def choose(
     target: str,
     features: tuple[str, ...] = (),
     name: str = "variant",
+    tma: bool = True,
 ) -> KernelSpec:
     """The kernel for a problem; always one of `reachable`. Its target is the compiled one."""
     dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
     dims = (problem.head_dim, problem.head_dim_v)
-    return choose_rows(variant, dims, dtypes, target, problem.packed_rows, features, name)
+    return choose_rows(variant, dims, dtypes, target, problem.packed_rows, features, name, tma)
 
 
 def kernels_by_rows(
@@ -304,9 +306,10 @@ def kernels_by_rows(
     few = few_rows(target, dtypes[0])
     rows = cuda_tiles.ROW_CLASSES if cuda else (few, few + 1)
     specs = [
-        choose_rows(variant, head_dims, dtypes, target, n, feature, name)
+        choose_rows(variant, head_dims, dtypes, target, n, feature, name, tma)
         for n in reversed(rows)
         for feature in features
+        for tma in ((True, False) if cuda and "paged" in feature else (True,))
     ]
     return tuple(dict.fromkeys(specs))
 
@@ -317,13 +320,17 @@ def fallbacks(spec: KernelSpec) -> tuple[KernelSpec, ...]:
 
 
 def candidates(
-    problem: Problem, target: str, variant: VariantIR | None = None
+    problem: Problem,
+    target: str,
+    variant: VariantIR | None = None,
+    features: tuple[str, ...] = (),
+    tma: bool = True,
 ) -> tuple[TileChoice, ...]:
     """The kernels considered, each with the reason for or against it, for `explain`.
 
-    variant: decides between tiles on CUDA; plain attention by default.
+    variant, features, tma: decide between tiles on CUDA; plain attention by default.
     """
-    chosen = choose(variant or VariantIR(()), problem, target)
+    chosen = choose(variant or VariantIR(()), problem, target, features, tma=tma)
     considered = cuda_tiles.considered if is_cuda(chosen.target) else _considered_on_cpu
     return tuple(TileChoice(*c) for c in considered(chosen, problem.packed_rows))
 
@@ -386,9 +393,11 @@ _CUDA_LOAD_LATENCY_NS = 1000.0
 is assumed (`codegen/budget.py` has 800 ns for the depth of rings): if it is too high, more workers
 are thought to be needed, and a split is made that gains little."""
 
-_MEMORY_SHARE, _MATRIX_SHARE = 0.85, 0.5
+_MEMORY_SHARE = 0.85
+_MATRIX_SHARE = {"prefill": 0.5, "few_row": 0.5, "prefill_wgmma": 0.65}
 """Attained shares of rated figures: of memory bandwidth by streaming, and of the matrix units' rate
-by `mma.sync` kernels that also compute a softmax (FlashAttention 2 on an A100: 0.5 to 0.73)."""
+by kernels that also compute a softmax (FlashAttention 2 on an A100: 0.5 to 0.73; FlashAttention 3
+on an H100: 0.65 at head_dim 128)."""
 
 _CPU_ITEM_NS = 1000.0
 _CPU_MERGE_NS = 2000.0  # a barrier of the thread team and a second call into the artifact
@@ -467,7 +476,7 @@ def coefficients(spec: KernelSpec, target: str, device: Device | None = None) ->
         device = device or typical_hardware(compiled)
         workers = max(1, slots(spec, device).total)
         bytes_per_ns = device.read_bytes_per_s * _MEMORY_SHARE / workers * 1e-9
-        flops_per_ns = device.flops("bfloat16") * _MATRIX_SHARE / workers * 1e-9
+        flops_per_ns = device.flops("bfloat16") * _MATRIX_SHARE[spec.tile_kind] / workers * 1e-9
         item_ns = _CUDA_ITEM_NS
         load_ns = alone_ns = key_bytes / bytes_per_ns
         if spec.tile_kind == "few_row":

@@ -144,6 +144,7 @@ def run(lib: ctypes.CDLL, batch: Batch, bound: Any, *, num_threads: int = 1):
     a.page_indptr, a.page_indices = address(batch.page_indptr), address(batch.page_indices)
     a.page_size = batch.page_size
     a.num_pages = batch.k.shape[0] if batch.page_size else 0
+    a.kv_requests, a.kv_rows = a.num_pages or 1, batch.k.shape[-3]
     a.row_request, a.row_token = address(batch.row_request), address(batch.row_token)
     a.merge_sources, a.kv_first = address(batch.merge_sources), address(batch.kv_first)
     a.key_blocks, a.key_block = address(batch.key_blocks), batch.key_block

@@ -387,6 +387,7 @@ struct Alike<R(A...), S(B...)>
   static_assert(equal(#symbol, TEXT(symbol)), #symbol " has a later version");         \\
   static_assert(Alike<decltype(::symbol), fajit::runtime::cu::symbol##_type>::value, #symbol);
 FAJIT_DRIVER_FUNCTIONS(CHECK)
+FAJIT_NEWER_DRIVER_FUNCTIONS(CHECK)
 namespace cu = fajit::runtime::cu;
 static_assert(cu::kSuccess == CUDA_SUCCESS);
 static_assert(cu::kMaxDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
@@ -394,6 +395,10 @@ static_assert(cu::kCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(cu::kCaptureStatusNone == CU_STREAM_CAPTURE_STATUS_NONE);
 static_assert(cu::kProgrammaticSerialization ==
               CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+static_assert(cu::kNoInterleave == CU_TENSOR_MAP_INTERLEAVE_NONE);
+static_assert(cu::kFillZeros == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+static_assert(sizeof(cu::TensorMap) == sizeof(CUtensorMap), "TensorMap");
+static_assert(alignof(cu::TensorMap) >= alignof(CUtensorMap), "TensorMap");
 
 #define SAME_PLACE(ours, member, theirs, other)                                        \\
   static_assert(offsetof(ours, member) == offsetof(theirs, other) &&                   \\
@@ -423,6 +428,8 @@ SAME_PLACE(LaunchConfig, num_attributes, CUlaunchConfig, numAttrs);
         (lambda text: text.replace("unsigned flags", "size_t flags"), "cuInit"),
         (lambda text: text.replace("unsigned grid[3]", "size_t grid[3]"), "LaunchConfig"),
         (lambda text: text.replace("char rest[60]", "char rest[64]"), "LaunchAttribute"),
+        (lambda text: text.replace("int promotion, int fill", "int promotion"), "cuTensorMapEnc"),
+        (lambda text: text.replace("words[16]", "words[17]"), "TensorMap"),
     ],
     ids=[
         "as it is",
@@ -431,6 +438,8 @@ SAME_PLACE(LaunchConfig, num_attributes, CUlaunchConfig, numAttrs);
         "a wider parameter",
         "a wider field",
         "a larger structure",
+        "a parameter less of a newer function",
+        "a larger map",
     ],
 )
 def test_the_declarations_are_those_of_the_toolkits_header(

@@ -60,12 +60,12 @@ class Args(ctypes.Structure):
         *_fields(_PTR, "worker_indptr cursors"),
         *_fields(_I32, "num_workers worker"),
         *_fields(_PTR, "row_token merge_sources kv_first key_blocks"),
-        *_fields(_I32, "key_block num_key_blocks"),
+        *_fields(_I32, "key_block num_key_blocks kv_rows kv_requests"),
     )
 
 
 class Launch(ctypes.Structure):
-    """fajit_launch; its params begin at a multiple of 16 bytes."""
+    """fajit_launch, whose params begin at its byte 64."""
 
     _fields_ = (
         ("kernel", ctypes.c_char_p),
@@ -74,6 +74,13 @@ class Launch(ctypes.Structure):
         ("shared_bytes", ctypes.c_uint32),
         ("params_bytes", ctypes.c_uint32),
         ("waits", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32),
+        ("num_tensor_maps", ctypes.c_uint32),
+        ("tensor_maps", ctypes.c_uint32 * 4),
         ("params", ctypes.c_ubyte * 4096),
     )
+
+    @classmethod
+    def aligned(cls) -> Launch:
+        """A launch at a multiple of 64 bytes, as artifacts expect it."""
+        memory = (ctypes.c_ubyte * (ctypes.sizeof(cls) + 63))()
+        return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)

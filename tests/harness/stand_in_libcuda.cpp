@@ -78,6 +78,13 @@ std::string place() {
 
 std::string number(long long value) { return " " + std::to_string(value); }
 
+// " 64,8,2", or " -" for none.
+template <class T> std::string numbers(const T* values, unsigned count) {
+  std::string text = " ";
+  for (unsigned i = 0; i < count; ++i) text += (i > 0 ? "," : "") + std::to_string(values[i]);
+  return count > 0 ? text : " -";
+}
+
 // Records a call; the result is the one that a test set, or kSuccess.
 int record(const char* function, const std::string& words) {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -265,6 +272,28 @@ int cuLaunchKernelEx(const Config* config, Function* function, void** params, vo
     if (c.attributes[i].id != kProgrammaticSerialization) return kInvalidValue;
   return kSuccess;
 }
+
+#ifndef WITHOUT_TENSOR_MAPS
+// A map that says which address it is of: "encoded!", the address, and bytes of 0xee.
+int cuTensorMapEncodeTiled(void* map, int element, unsigned rank, void* base, const uint64_t* sizes,
+                           const uint64_t* strides, const unsigned* box,
+                           const unsigned* element_strides, int interleave, int swizzle,
+                           int promotion, int fill) {
+  if (rank < 1 || rank > 5 || reinterpret_cast<uintptr_t>(map) % 64 != 0) return kInvalidValue;
+  RECORD(number(element) + number(reinterpret_cast<long long>(base)) + numbers(sizes, rank) +
+         numbers(strides, rank - 1) + numbers(box, rank) + numbers(element_strides, rank) +
+         number(interleave) + number(swizzle) + number(promotion) + number(fill));
+  if (reinterpret_cast<uintptr_t>(base) % 16 != 0) return kInvalidValue;
+  for (unsigned i = 0; i < rank; ++i) {
+    const bool strided = i == 0 || (strides[i - 1] % 16 == 0 && strides[i - 1] < 1ull << 40);
+    if (!strided || sizes[i] == 0 || box[i] == 0 || box[i] > 256) return kInvalidValue;
+  }
+  memset(map, 0xee, 128);
+  memcpy(map, "encoded!", 8);
+  memcpy(static_cast<char*>(map) + 8, &base, 8);
+  return kSuccess;
+}
+#endif
 
 int cuStreamIsCapturing(void* stream, int* status) {
   RECORD(number(reinterpret_cast<long long>(stream)));

@@ -51,7 +51,7 @@ extern "C" int fajit_plan_launch(const fajit_args* args, int kernel, fajit_launc
   launch->grid[0] = (args->num_work + 127) / 128;
   launch->block[0] = 128;
   launch->grid[1] = launch->grid[2] = launch->block[1] = launch->block[2] = 1;
-  launch->shared_bytes = 0;
+  launch->shared_bytes = launch->waits = launch->num_tensor_maps = 0;
   launch->params_bytes = sizeof(Params);
   Params* params = reinterpret_cast<Params*>(launch->params);
   params->q = static_cast<const float*>(args->q);

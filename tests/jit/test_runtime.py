@@ -318,6 +318,8 @@ def test_a_block_mask_needs_its_states_where_keys_are_read(minimal_module: _C.Mo
         ({"scalar_kinds": "ix"}, "'i' .*'f'"),
         ({"flags": 64}, "unknown bits"),
         ({"num_pages": -1}, "num_pages must not be negative"),
+        ({"kv_requests": -1}, "kv_requests and kv_rows must not be negative"),
+        ({"kv_rows": -1}, "kv_requests and kv_rows must not be negative"),
     ],
 )
 def test_an_impossible_binding_is_refused(

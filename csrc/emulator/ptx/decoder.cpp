@@ -52,6 +52,7 @@ uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / u
 Decoder::Decoder(const Module& module, const Entry& entry, const Symbols& symbols)
     : module_(module), entry_(entry), symbols_(symbols) {
   kernel_.name = entry.name;
+  kernel_.min_blocks = entry.min_blocks;
   kernel_.source_locations = entry.locations;
   slots_.assign(entry.registers.size(), kNoSlot);
   layout();

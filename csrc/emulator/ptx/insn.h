@@ -86,6 +86,7 @@ struct Kernel {
   uint32_t param_bytes = 0;
   uint32_t static_shared_end = 0;
   uint32_t local_bytes = 0;
+  uint32_t min_blocks = 1;  // that a multiprocessor holds
 };
 
 // Windows of the generic address space outside host memory: no host address has these upper bits.

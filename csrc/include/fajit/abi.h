@@ -23,7 +23,7 @@
 #pragma once
 #include <stdint.h>
 
-#define FAJIT_ABI_VERSION 5
+#define FAJIT_ABI_VERSION 6
 #define FAJIT_MAX_RANK 8
 
 #ifdef __cplusplus
@@ -160,6 +160,12 @@ typedef struct fajit_args {
   const int32_t* key_blocks;
   int32_t key_block;
   int32_t num_key_blocks;  // for checks
+
+  // Extents of k and v, which are the same for both, whatever the lengths of requests: a copy by
+  // the tensor memory accelerator reads nothing beyond them. Rows: of one request (dense), of all
+  // of them (packed), or slots of a page. Requests: 1 for packed rows, pages with `paged`. Unused
+  // on CPUs.
+  int32_t kv_rows, kv_requests;
 } fajit_args;
 
 // A kernel of a CUDA artifact.
@@ -179,13 +185,18 @@ typedef struct fajit_device_code {
 } fajit_device_code;
 
 // One kernel launch: what the runtime enqueues, and what the emulator runs instead of a device.
+//
+// Tensor maps lie in params, at multiples of 64 bytes: each is a fajit_tensor_map, which the
+// runtime replaces by what the driver makes of it, for the device, and which the emulator reads.
 typedef struct fajit_launch {
   const char* kernel;  // name in the PTX
   uint32_t grid[3], block[3];
   uint32_t shared_bytes;  // dynamic
   uint32_t params_bytes;
-  uint32_t waits;                          // of the kernel's entry
-  alignas(16) unsigned char params[4096];  // the kernel's only parameter, by value
+  uint32_t waits;  // of the kernel's entry
+  uint32_t num_tensor_maps;
+  uint32_t tensor_maps[4];                 // offsets in params
+  alignas(64) unsigned char params[4096];  // the kernel's only parameter, by value
 } fajit_launch;
 
 // Classifies every tile of a grid for one request and heads [head_begin, head_end):

@@ -5,6 +5,6 @@
 // Every function returns bounds for all points of a box, which contain every value that a hook
 // could compute there. Plain C++ without STL, torch or vector headers.
 #pragma once
-#include <fajit/interval_gather.h>
-#include <fajit/interval_integer.h>
-#include <fajit/interval_real.h>
+#include <fajit/interval/gather.h>
+#include <fajit/interval/integer.h>
+#include <fajit/interval/real.h>

@@ -1,5 +1,7 @@
 #include "device/device_code.h"
 
+#include "device/tensor_maps.h"
+
 namespace fajit::runtime {
 namespace {
 
@@ -100,6 +102,7 @@ void DeviceCode::launch(int kernel, fajit_launch& launch, int device, void* stre
   }
   const Driver& cuda = *on->driver;
   const CurrentContext current(cuda, on->context, launch.kernel);
+  encode_tensor_maps(cuda, launch);
   void* params[] = {launch.params};
   cu::LaunchAttribute serialization{cu::kProgrammaticSerialization, 1, {}};
   const bool overlaps = launch.waits != 0 && cuda.version() >= kProgrammaticEdges;

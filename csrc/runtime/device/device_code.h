@@ -31,7 +31,8 @@ class DeviceCode {
   void load(int device);
 
   // Enqueues a kernel (its index among the artifact's) on a stream of a device, and loads it there
-  // if that was not done and the stream is not being captured. Throws DriverError.
+  // if that was not done and the stream is not being captured. Encodes the tensor maps of the
+  // launch, in place. Throws DriverError.
   void launch(int kernel, fajit_launch& launch, int device, void* stream);
 
   // The residency of each kernel on a device that has loaded them; else empty.

@@ -23,12 +23,16 @@ Driver::Driver(const std::string& library) {
     const char* const reason = dlerror();
     throw DriverError("there is no CUDA driver: " + std::string(reason ? reason : name));
   }
-#define FAJIT_DRIVER_RESOLVE(member, symbol, parameters)                                     \
-  member = reinterpret_cast<cu::symbol##_type*>(dlsym(handle, #symbol));                     \
+#define FAJIT_DRIVER_RESOLVE(member, symbol, parameters) \
+  member = reinterpret_cast<cu::symbol##_type*>(dlsym(handle, #symbol));
+#define FAJIT_DRIVER_REQUIRE(member, symbol, parameters)                                     \
+  FAJIT_DRIVER_RESOLVE(member, symbol, parameters)                                           \
   if (member == nullptr) {                                                                   \
     throw DriverError("the CUDA driver " + name + " has no " #symbol ": update the driver"); \
   }
-  FAJIT_DRIVER_FUNCTIONS(FAJIT_DRIVER_RESOLVE)
+  FAJIT_DRIVER_FUNCTIONS(FAJIT_DRIVER_REQUIRE)
+  FAJIT_NEWER_DRIVER_FUNCTIONS(FAJIT_DRIVER_RESOLVE)
+#undef FAJIT_DRIVER_REQUIRE
 #undef FAJIT_DRIVER_RESOLVE
   check(init(0), "cuInit", name);
   check(get_version(&version_), "cuDriverGetVersion", name);

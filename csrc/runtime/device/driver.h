@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -43,6 +44,11 @@ struct LaunchConfig {
   unsigned num_attributes;
 };
 
+// CUtensorMap, aligned as in CUDA 13. Drivers ask for 64 bytes, the alignment in CUDA 12.
+struct alignas(128) TensorMap { uint64_t words[16]; };
+constexpr int kNoInterleave = 0;  // CU_TENSOR_MAP_INTERLEAVE_NONE
+constexpr int kFillZeros = 0;     // CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+
 // (member, symbol, parameters) of each function. A symbol's version is that of its parameters.
 #define FAJIT_DRIVER_FUNCTIONS(FUNCTION)                                                     \
   FUNCTION(init, cuInit, (unsigned flags))                                                   \
@@ -66,8 +72,16 @@ struct LaunchConfig {
   FUNCTION(error_name, cuGetErrorName, (Result error, const char** text))                    \
   FUNCTION(error_text, cuGetErrorString, (Result error, const char** text))
 
+// Functions that only drivers for CUDA 12.0 and later have; null with older ones.
+#define FAJIT_NEWER_DRIVER_FUNCTIONS(FUNCTION)                                              \
+  FUNCTION(encode_tensor_map, cuTensorMapEncodeTiled,                                       \
+           (TensorMap * map, int element, unsigned rank, void* base, const uint64_t* sizes, \
+            const uint64_t* strides, const unsigned* box, const unsigned* element_strides,  \
+            int interleave, int swizzle, int promotion, int fill))
+
 #define FAJIT_DRIVER_TYPE(member, symbol, parameters) using symbol##_type = Result parameters;
 FAJIT_DRIVER_FUNCTIONS(FAJIT_DRIVER_TYPE)
+FAJIT_NEWER_DRIVER_FUNCTIONS(FAJIT_DRIVER_TYPE)
 #undef FAJIT_DRIVER_TYPE
 
 }  // namespace cu
@@ -84,10 +98,13 @@ class Driver {
 
 #define FAJIT_DRIVER_MEMBER(member, symbol, parameters) cu::symbol##_type* member = nullptr;
   FAJIT_DRIVER_FUNCTIONS(FAJIT_DRIVER_MEMBER)
+  FAJIT_NEWER_DRIVER_FUNCTIONS(FAJIT_DRIVER_MEMBER)
 #undef FAJIT_DRIVER_MEMBER
 
   // The CUDA version that the driver supports: 12040 for 12.4.
   int version() const { return version_; }
+  // Whether launches may have tensor maps.
+  bool encodes_tensor_maps() const { return encode_tensor_map != nullptr; }
   // Throws DriverError unless the call succeeded; `of` is the kernel or device that it was for.
   void check(cu::Result result, const char* call, const std::string& of) const;
   // The primary context of a device, retained for the life of the process. Throws DriverError.

@@ -31,7 +31,8 @@ void bind_batch(py::module_& m) {
            py::arg("head_dim_v"), py::arg("key_block") = 0, py::arg("num_key_blocks") = 0)
       .def("bind", &BatchCall::bind, py::kw_only(), py::arg("strides"),
            py::arg("layouts") = py::make_tuple(), py::arg("scalar_kinds") = "",
-           py::arg("num_pages") = 0, py::arg("flags") = 0, py::arg("block_mask") = py::none())
+           py::arg("num_pages") = 0, py::arg("flags") = 0, py::arg("block_mask") = py::none(),
+           py::arg("kv_requests") = 0, py::arg("kv_rows") = 0)
       .def_property_readonly("is_cuda", &BatchCall::is_cuda)
       .def_property_readonly(
           "workspace_bytes",

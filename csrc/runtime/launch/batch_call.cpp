@@ -68,15 +68,22 @@ bool BatchCall::is_cuda() const { return merger() && merger()->is_cuda(); }
 
 std::shared_ptr<BatchCall> BatchCall::bind(py::handle strides, py::handle layouts,
                                            const std::string& scalar_kinds, int32_t num_pages,
-                                           int32_t flags, py::handle block_mask) const {
+                                           int32_t flags, py::handle block_mask,
+                                           int32_t kv_requests, int32_t kv_rows) const {
   checked_flags(flags);
   if (num_pages < 0) throw py::value_error("num_pages must not be negative");
+  if (kv_requests < 0 || kv_rows < 0) {
+    throw py::value_error("kv_requests and kv_rows must not be negative");
+  }
   auto call = std::make_shared<BatchCall>(*this);
   call->params_ = ParamLayouts(layouts, scalar_kinds);
   fajit_args& args = call->args_;
   call->params_.fill_counts(args);
   args.flags = flags;
   args.num_pages = num_pages;
+  const bool paged = args.page_size > 0;
+  args.kv_requests = paged ? num_pages : kv_requests;
+  args.kv_rows = paged ? args.page_size : kv_rows;
   const Items items(strides, "strides");
   if (items.size() != 5) {
     throw py::value_error("strides must have 5 entries (q, k, v, out, lse), got " +

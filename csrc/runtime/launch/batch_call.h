@@ -31,10 +31,12 @@ class BatchCall {
 
   // A copy with strides (of q, k, v, out, lse; each of request, head, row, or with pages of page,
   // head, slot; in elements), params, flags and a block mask (sizes, strides, q_block, kv_block; or
-  // None).
+  // None). kv_requests, kv_rows: extents of k and v as in fajit_args; with pages they follow from
+  // num_pages and the page size.
   std::shared_ptr<BatchCall> bind(pybind11::handle strides, pybind11::handle layouts,
                                   const std::string& scalar_kinds, int32_t num_pages, int32_t flags,
-                                  pybind11::handle block_mask) const;
+                                  pybind11::handle block_mask, int32_t kv_requests,
+                                  int32_t kv_rows) const;
 
   const BatchWork& work() const { return *work_; }
   bool is_cuda() const;

@@ -20,7 +20,7 @@ class Launches {
   // Runs without the GIL; stops and throws at the first failure.
   void run() const;
   // A list of (module, (kernel, grid, block, dynamic shared bytes, parameter bytes, whether it may
-  // overlap the one before it)). Needs no driver.
+  // overlap the one before it)). Needs no driver: tensor maps are descriptions.
   pybind11::list as_data() const;
 
  private:

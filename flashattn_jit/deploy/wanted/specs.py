@@ -9,6 +9,7 @@ from typing import Any
 
 from ...codegen.document import Line
 from ...codegen.spec import AnySpec, KernelSpec
+from ...codegen.targets import called_target
 from ...errors import InputError
 from ...planner.reachable import retarget
 from ..manifest.file import STDIN, read_manifest
@@ -44,7 +45,7 @@ def wanted_specs(
     chosen = parse_targets(targets, to_build=True) if targets else ()
     found: list[AnySpec] = []
     for spec in recorded:
-        for target in chosen or (spec.target,):
+        for target in chosen or (called_target(spec.target),):
             found += retarget(spec, target)
     if not found and any(isinstance(spec, KernelSpec) for spec in recorded):
         raise InputError(

@@ -113,7 +113,7 @@ def device_plan(
             len(problem.q_len), max(problem.q_len, default=0), max(problem.kv_len, default=0),
             problem.kv_len,
         ),
-        (kind, None) if spec.tile_kind == "prefill" else (None, kind),
+        (None, kind) if spec.tile_kind == "few_row" else (kind, None),
         _C.PlanOptions(
             num_q_heads=problem.num_q_heads,
             num_kv_heads=problem.num_kv_heads,

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...codegen.targets import architecture
+from ...jit.compilation.loops import PRODUCTS
 from ...planner.devices import Device, typical_hardware
 from .disassembly import Instruction
 
@@ -28,7 +29,8 @@ class Multiprocessor:
     """Clocks of one multiprocessor.
 
     hmma: from one matrix instruction of a scheduler to its next one (16816 with fp32 accumulation;
-    sm_75: 1688). fma_pipes: FMA pipes of a scheduler, of 16 lanes each. l2_bytes: bytes per clock
+    sm_75: 1688). wgmma: the same of a warpgroup's instruction, for each of its columns of B (16
+    deep), and the columns below which the operands' way from shared memory takes longer. fma_pipes: FMA pipes of a scheduler, of 16 lanes each. l2_bytes: bytes per clock
     that it gets of the L2's bandwidth while all others read too. copy_latency: of a copy from the
     L2. clock_hz: under load.
     """
@@ -43,6 +45,8 @@ class Multiprocessor:
     mufu_latency: int = 24
     barrier: int = 24
     branch: int = 8
+    wgmma: float = 0.5
+    wgmma_latency: int = 64
 
 
 _MULTIPROCESSORS = {
@@ -70,11 +74,11 @@ def multiprocessor(device: Device) -> Multiprocessor | None:
 _FMA = frozenset("FFMA FMUL FADD FFMA2 FMUL2 FADD2 HFMA2 HMUL2 HADD2".split())
 _HEAVY = frozenset("IMAD IDP".split())
 _MUFU = frozenset("MUFU I2F F2I F2F POPC FLO BREV".split())
-_LSU = frozenset("LDSM LDS STS SHFL LDL STL ATOMS LDG STG LD ST RED ATOM ATOMG".split())
+_LSU = frozenset("LDSM LDS STS SHFL LDL STL ATOMS LDG STG LD ST RED ATOM ATOMG SYNCS".split())
 _UNIFORM = frozenset("S2R S2UR R2UR LDC CS2R VOTEU".split())
 _CONTROL = frozenset(
     "BRA EXIT NOP BSSY BSYNC WARPSYNC BAR DEPBAR LDGDEPBAR CALL RET YIELD BMOV BREAK ERRBAR "
-    "MEMBAR CCTL NANOSLEEP ACQBULK PREEXIT".split()
+    "MEMBAR CCTL NANOSLEEP ACQBULK PREEXIT WARPGROUP USETMAXREG FENCE".split()
 )
 
 
@@ -89,9 +93,25 @@ def pipe_of(instruction: Instruction) -> str:
 
 
 _PIPES = {
-    "tensor": frozenset(("HMMA",)), "fma": _FMA, "heavy": _HEAVY, "mufu": _MUFU, "lsu": _LSU,
+    "tensor": frozenset(PRODUCTS), "fma": _FMA, "heavy": _HEAVY, "mufu": _MUFU, "lsu": _LSU,
     "copy": frozenset(("LDGSTS",)), "control": _CONTROL, "uniform": _UNIFORM,
 }  # fmt: skip
+
+
+def wgmma_columns(instruction: Instruction) -> int:
+    """Columns of B of a warpgroup's product, ``HGMMA.64x128x16``; 0 for other instructions."""
+    if instruction.name != "HGMMA":
+        return 0
+    return int(instruction.opcode.split(".")[1].split("x")[1])
+
+
+def flops_of(instruction: Instruction) -> int:
+    """Floating-point operations of one warp's matrix instruction, 0 for other instructions."""
+    if columns := wgmma_columns(instruction):
+        return 2 * 16 * columns * 16
+    if instruction.name != "HMMA":
+        return 0
+    return 2 * 16 * 8 * (8 if ".1688." in instruction.opcode else 16)
 
 
 def wavefronts(instruction: Instruction) -> int:

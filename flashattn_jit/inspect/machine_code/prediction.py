@@ -8,18 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from ...jit.compilation.loops import Loop, count, loops, once
+from ...jit.compilation.loops import PRODUCTS, Loop, count, loops, once
 from .disassembly import Instruction
-from .multiprocessor import Multiprocessor
+from .multiprocessor import Multiprocessor, flops_of
 from .simulation import Turn, simulate
 
 _BLOCK_START = 1500
 """Clocks of a block that nothing of its own hides: the end of the block before it, its launch, and
 the latency of device memory for its first loads. An estimate."""
-
-FLOPS_OF_PRODUCT = {"1688": 2 * 16 * 8 * 8, "16816": 2 * 16 * 8 * 16}
-"""Of one HMMA, by the modifier that gives its shape."""
-
 
 @dataclass(frozen=True)
 class LoopCost:
@@ -48,8 +44,7 @@ class KernelModel:
 
     def flops(self, cost: LoopCost) -> float:
         """Of one turn of every resident block."""
-        shape = next(i.opcode.split(".")[1] for i in cost.loop.common if i.name == "HMMA")
-        return self.blocks * self.warps * cost.loop.products * FLOPS_OF_PRODUCT[shape]
+        return self.blocks * self.warps * sum(map(flops_of, cost.loop.common))
 
     def flops_per_s(self, cost: LoopCost) -> float:
         """The rate of one multiprocessor whose blocks repeat the loop's common turn."""
@@ -62,7 +57,7 @@ class KernelModel:
         """
         cost = max(self.costs, key=lambda c: c.loop.products)
         way = once(self.code)
-        outside = count(way, "HMMA") // cost.loop.products
+        outside = count(way, *PRODUCTS) // cost.loop.products
         overhead = (
             self._turn(way).cycles
             - outside * cost.common.cycles

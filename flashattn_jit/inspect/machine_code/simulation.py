@@ -4,6 +4,10 @@ A warp issues in order: not before the stall count of its previous instruction h
 scoreboards that it waits for are down, and the pipe is free. Copies and loads take turns at the
 load and store unit in the order of their issue, and copies then at the L2. What it leaves out: the
 instruction cache, register banks, bank conflicts, misses of the L2, and power.
+
+Products of warpgroups (wgmma) run one after another on a scheduler's tensor core, and one waits
+there for it. Their tiles are taken as loaded: the producer's copies are not simulated. Where warps
+take turns by named barriers, the two warps of a scheduler do.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .disassembly import Instruction
-from .multiprocessor import SCHEDULERS, Multiprocessor, pipe_of, wavefronts
+from .multiprocessor import SCHEDULERS, Multiprocessor, pipe_of, wavefronts, wgmma_columns
 
 _WARM_UP, _MEASURED = 4, 12
 _QUEUE = 8  # instructions of a scheduler that wait for the load and store unit
 _LEFT = re.compile(r"SB(\d), 0x([0-9a-f]+)")
+_PRODUCTS_LEFT = re.compile(r"gsb0, 0x([0-9a-f]+)")
+_PRODUCTS = 6  # where a warp keeps the groups of its wgmma, beside six scoreboards
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,11 @@ class _Op:
     words: int
     name: str
     left: tuple[int, int] | None  # of DEPBAR.LE: scoreboard, groups that may be in flight
+    columns: int  # of a wgmma, else 0
+    clocks: float  # of the tensor core, for a product
+    ends_group: bool  # of a wgmma: the last one of its group
+    takes_turn: bool
+    passes_turn: bool
 
 
 @dataclass(slots=True)
@@ -64,8 +75,9 @@ class _Warp:
     ready: float = 0.0
     down: list[float] = field(default_factory=lambda: [0.0] * 6)
     cause: list[str] = field(default_factory=lambda: [""] * 6)
-    groups: list[list[float]] = field(default_factory=lambda: [[] for _ in range(6)])
+    groups: list[list[float]] = field(default_factory=lambda: [[] for _ in range(7)])
     copied: float = 0.0
+    turns_given: list[float] = field(default_factory=list)
     parked: bool = False
     turns: int = 0
 
@@ -83,12 +95,17 @@ class _Simulation:
     def __init__(
         self, body: Sequence[Instruction], machine: Multiprocessor, blocks: int, warps: int
     ) -> None:
-        self._body = [_op(i) for i in body]
+        self._body = [_op(i, machine) for i in body]
+        if not any(o.passes_turn for o in self._body):
+            for o in self._body:
+                o.takes_turn = False
         self._machine = machine
         self._warps_of_block = warps
         apart = max(1.0, sum(o.stall for o in self._body) / blocks)
         self._warps = [_Warp(b, ready=b * apart) for b in range(blocks) for _ in range(warps)]
         self._of = [self._warps[s::SCHEDULERS] for s in range(SCHEDULERS)]
+        for first, *_ in filter(None, self._of):
+            first.turns_given.append(0.0)
         pipes = {"tensor": 1, "fma": machine.fma_pipes, "alu": 1, "mufu": 1, "uniform": 1}
         self._free = [{p: [0.0] * n for p, n in pipes.items()} for _ in range(SCHEDULERS)]
         self._issued = [-1.0] * SCHEDULERS
@@ -142,10 +159,12 @@ class _Simulation:
         best: tuple[float, int, bool, _Warp, str] | None = None
         floor = self._issued[s] + 1
         for warp in self._of[s]:
-            if warp.parked:
-                continue
             op = self._body[warp.at]
+            if warp.parked or op.takes_turn and not warp.turns_given:
+                continue
             time, cause = warp.ready, "fixed latency"
+            if op.takes_turn and warp.turns_given[0] > time:
+                time, cause = warp.turns_given[0], "turn"
             for board in op.waits:
                 if warp.down[board] > time:
                     time, cause = warp.down[board], warp.cause[board]
@@ -153,7 +172,8 @@ class _Simulation:
                 board, kept = op.left
                 groups = warp.groups[board]
                 if len(groups) > kept and groups[-1 - kept] > time:
-                    time, cause = groups[-1 - kept], "copies"
+                    time = groups[-1 - kept]
+                    cause = "products" if board == _PRODUCTS else "copies"
             free = self._pipe_free(s, op)
             if free > time:
                 time, cause = free, f"{op.pipe} busy"
@@ -176,6 +196,8 @@ class _Simulation:
                 return 0.0
             case "mufu":
                 return free["mufu"][0] - 2 * self._machine.mufu
+            case "tensor" if op.columns:
+                return free["tensor"][0] - op.clocks
             case pipe:
                 return min(free[pipe])
 
@@ -205,6 +227,16 @@ class _Simulation:
                 warp.groups[op.write] = [*warp.groups[op.write][-8:], warp.copied]
             case "BRA":
                 warp.ready += m.branch
+            case "HGMMA":
+                if op.ends_group:
+                    warp.groups[_PRODUCTS] = [*warp.groups[_PRODUCTS][-8:], done]
+            case "BAR" if op.takes_turn:
+                warp.turns_given.pop(0)
+            case "BAR" if op.passes_turn:
+                for other in self._of[s]:
+                    if other is not warp and other.block == warp.block:
+                        other.turns_given.append(time + m.barrier)
+                return True
             case "BAR":
                 return self._arrive(warp, time)
         return False
@@ -214,9 +246,9 @@ class _Simulation:
         m, free, pipe = self._machine, self._free[s], op.pipe
         match pipe:
             case "tensor":
-                free[pipe][0] = max(free[pipe][0], time) + m.hmma
-                self._busy[pipe] += m.hmma / SCHEDULERS
-                return time + 4 * m.hmma
+                free[pipe][0] = max(free[pipe][0], time) + op.clocks
+                self._busy[pipe] += op.clocks / SCHEDULERS
+                return free[pipe][0] + m.wgmma_latency if op.columns else time + 4 * m.hmma
             case "fma" | "heavy":
                 pipes = free["fma"]
                 n = 0 if pipe == "heavy" else min(range(len(pipes)), key=lambda i: (pipes[i], -i))
@@ -264,8 +296,19 @@ class _Simulation:
 _CAUSES = {"lsu": "shared memory", "mufu": "mufu result", "uniform": "constants"}
 
 
-def _op(i: Instruction) -> _Op:
+def _op(i: Instruction, machine: Multiprocessor) -> _Op:
     left = None
     if i.name == "DEPBAR" and (match := _LEFT.search(i.operands)):
         left = (int(match[1]), int(match[2], 16))
-    return _Op(pipe_of(i), i.waits, i.write, i.read, i.stall, wavefronts(i), i.name, left)
+    elif i.name == "WARPGROUP" and (match := _PRODUCTS_LEFT.search(i.operands)):
+        left = (_PRODUCTS, int(match[1], 16))
+    columns = wgmma_columns(i)
+    clocks = machine.hmma
+    if columns:
+        from_shared = "desc" in i.operands.split(",")[1]
+        # Shared memory gives 128 bytes a clock: 16 columns of B, and of A in shared memory.
+        clocks = max(columns * machine.wgmma, (columns + 64 * from_shared) / 4)
+    return _Op(
+        pipe_of(i), i.waits, i.write, i.read, i.stall, wavefronts(i), i.name, left, columns, clocks,
+        "gsb0" in i.operands, i.opcode.startswith("BAR.SYNC"), i.opcode == "BAR.ARV",
+    )  # fmt: skip

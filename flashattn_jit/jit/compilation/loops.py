@@ -27,6 +27,12 @@ Op = TypeVar("Op", bound=Operation)
 JUMPS = ("BRA", "EXIT", "RET", "BRX")
 """Instructions that end a basic block."""
 
+PRODUCTS = ("HMMA", "HGMMA")
+"""Matrix instructions: of a warp, and of a warpgroup (wgmma)."""
+
+_PRODUCTS_AND_WAITS = (*PRODUCTS, "WARPGROUP")
+"""Products of a warpgroup are in flight until WARPGROUP.DEPBAR."""
+
 _SPILLS = ("LDL", "STL")
 
 
@@ -37,7 +43,7 @@ class Loop(Generic[Op]):
     common: the instructions of one turn that multiplies and copies as much as any, on the shortest
     way: no tile is masked, no maximum rises. longest: the same on the longest way.
     spills_among_products: loads and stores of local memory that a turn can reach after a matrix
-    instruction and before another one, on any way.
+    instruction and before another one, or before the wait for it, on any way.
     """
 
     common: tuple[Op, ...]
@@ -47,7 +53,7 @@ class Loop(Generic[Op]):
     @property
     def products(self) -> int:
         """Matrix instructions of one turn."""
-        return count(self.common, "HMMA")
+        return count(self.common, *PRODUCTS)
 
     @property
     def spills(self) -> int:
@@ -147,7 +153,10 @@ class _Graph(Generic[Op]):
 
     def multiplies(self, body: Iterable[int]) -> bool:
         """Whether one of the blocks has a matrix instruction."""
-        return any(count(self._code[s : self._blocks[s].end], "HMMA") for s in body)
+        return self._has(PRODUCTS, body)
+
+    def _has(self, names: Sequence[str], body: Iterable[int]) -> bool:
+        return any(count(self._code[s : self._blocks[s].end], *names) for s in body)
 
     def way(self, header: int, body: frozenset[int] | None, sign: int) -> tuple[Op, ...]:
         """One turn of a loop; without a body, a way to the kernel's end.
@@ -176,7 +185,8 @@ class _Graph(Generic[Op]):
             if ways:
                 part = self._code[start : self._blocks[start].end]
                 score, path = max(ways)
-                products, copies = score[0] + count(part, "HMMA"), score[1] + count(part, "LDGSTS")
+                products = score[0] + count(part, *PRODUCTS)
+                copies = score[1] + count(part, "LDGSTS")
                 best[start] = ((products, copies, score[2] + sign * len(part)), (start, *path))
         found = best[header]
         assert found is not None, "a loop returns to its header, and a kernel ends"
@@ -194,16 +204,17 @@ class _Graph(Generic[Op]):
         found = 0
         for start in body:
             part = self._code[start : self._blocks[start].end]
-            at = [n for n, i in enumerate(part) if i.name == "HMMA"]
+            at = [n for n, i in enumerate(part) if i.name in _PRODUCTS_AND_WAITS]
             first = 0 if start in after else at[0] if at else len(part)
             last = len(part) if start in before else at[-1] if at else 0
             found += count(part[first:last], *_SPILLS)
         return found
 
     def _reached_from_products(self, edges: dict[int, list[int]]) -> set[int]:
-        """The blocks that a way from the end of a block with a matrix instruction reaches."""
+        """The blocks that a way from the end of a block with a product or a wait reaches."""
         reached: set[int] = set()
-        stack = [s for start, ahead in edges.items() if self.multiplies((start,)) for s in ahead]
+        marked = (ahead for s, ahead in edges.items() if self._has(_PRODUCTS_AND_WAITS, (s,)))
+        stack = [s for ahead in marked for s in ahead]
         while stack:
             start = stack.pop()
             if start not in reached:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashattn_jit import env
-from flashattn_jit.codegen.targets import CUDA_TARGETS, architecture, sm_version
+from flashattn_jit.codegen.targets import CODE_TARGETS, architecture, sm_version
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.compilation.compile_job import Compiler, Job, quote, write_wrapper
 
@@ -127,8 +127,8 @@ def flags(target: str) -> tuple[str, ...]:
 
 
 def _compile_flags(target: str) -> tuple[str, ...]:
-    if target not in CUDA_TARGETS:
-        raise TargetError(f"target {target!r} is unknown; known are {', '.join(CUDA_TARGETS)}")
+    if target not in CODE_TARGETS:
+        raise TargetError(f"target {target!r} is unknown; known are {', '.join(CODE_TARGETS)}")
     arch = target.removeprefix("sm_")
     return (*_COMMON_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}")
 

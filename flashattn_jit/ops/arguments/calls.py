@@ -125,6 +125,17 @@ class Form:
         return self.v_shape[-1]
 
     @property
+    def kv_extents(self) -> tuple[int, int]:
+        """Requests or pages of k and v (packed: 1), and rows of each, as kernels count them.
+
+        The checks of a form let neither differ between k and v. Rows beyond 32 bits, which the
+        packed tensors of a captured graph may have, belong to no request.
+        """
+        if self.kind == "packed":
+            return 1, min(self.k_shape[0], checks.INT32_MAX)
+        return self.k_shape[0], self.k_shape[1 if self.kind == "paged" else 2]
+
+    @property
     def result_shape(self) -> tuple[int, ...]:
         """Shape of out: q's with v's last dim."""
         return (*self.q_shape[:-1], self.head_dim_v)
@@ -224,9 +235,15 @@ def is_aligned(
     return out is None or (out.data_ptr() % 16 == 0 and _steps_aligned(out))
 
 
+_LONGEST_STEP = 1 << 40
+"""Bytes; TMA takes no longer strides, and rows that are loaded one by one any."""
+
+
 def _steps_aligned(tensor: torch.Tensor) -> bool:
     item = tensor.element_size()
-    return all(stride * item % 16 == 0 for stride in tensor.stride()[:-1])
+    return all(
+        stride * item % 16 == 0 and stride * item < _LONGEST_STEP for stride in tensor.stride()[:-1]
+    )
 
 
 # --- results --------------------------------------------------------------------------------------

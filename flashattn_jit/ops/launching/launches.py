@@ -83,6 +83,7 @@ def make_launch(
     else:
         strides = contiguous(shape)
     rows = contiguous(shape[:-1])
+    kv_requests, kv_rows = form.kv_extents
     try:
         bound = plan.core.bind(
             strides=(
@@ -94,7 +95,9 @@ def make_launch(
             ),
             layouts=call.layouts,
             scalar_kinds=plan.known.scalar_kinds,
-            num_pages=form.k_shape[0] if form.kind == "paged" else 0,
+            num_pages=kv_requests if form.kind == "paged" else 0,
+            kv_requests=kv_requests,
+            kv_rows=kv_rows,
             flags=(_C.WRITE_LSE if call.return_lse else 0) | (_C.PARTIAL if call.partial else 0),
             block_mask=call.block_mask,
         )  # fmt: skip

@@ -10,6 +10,7 @@ tensors need other kernels. Making one has no effect on a device before `commit`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,7 +100,8 @@ Pair = tuple[Kernel | None, Kernel | None]
 
 class Needs(NamedTuple):
     """The properties of a batch that decide its kernels. prefill_rows: packed rows of the longest
-    prefill request. few: whether there are few-row requests."""
+    prefill request. few: whether there are few-row requests. tma: whether TMA can copy the keys:
+    pages have a multiple of 8 slots, and the driver encodes tensor maps."""
 
     prefill_rows: int
     few: bool
@@ -108,6 +110,7 @@ class Needs(NamedTuple):
     mixed: bool = False
     block_mask: bool = False
     unaligned: bool = False
+    tma: bool = True
 
     def features(self, cpu: bool) -> tuple[str, ...]:
         """The features of the kernels."""
@@ -139,7 +142,7 @@ class Kernels:
         lengths: _C.BatchLengths,
         group_size: int,
         q_block: int,
-        paged: bool,
+        page_size: int,
         mixed: bool,
         block_mask: bool,
         unaligned: bool,
@@ -155,8 +158,9 @@ class Kernels:
         elif prefill:
             rows = row_class(rows)
         return Needs(
-            rows if prefill or always else 0, bool(few) or always, paged, q_block > 0, mixed,
+            rows if prefill or always else 0, bool(few) or always, page_size > 0, q_block > 0, mixed,
             block_mask, unaligned,
+            page_size % 8 == 0 and (self.options.device.type == "cpu" or _encodes_maps()),
         )  # fmt: skip
 
     def pair(self, known: Structure, needs: Needs, name: str) -> Pair:
@@ -177,7 +181,7 @@ class Kernels:
         features = needs.features(self.options.cpu)
         prefill = few = None
         if needs.prefill_rows:
-            prefill = self._kernel(known, needs.prefill_rows, features, name)
+            prefill = self._kernel(known, needs.prefill_rows, features, name, needs.tma)
         if needs.few:
             few = self._kernel(known, 1, features, name)
         if len(self._pairs) >= _KEPT_PAIRS:
@@ -193,23 +197,33 @@ class Kernels:
         return prefill, few
 
     def spec(
-        self, ir: VariantIR, packed_rows: int, features: tuple[str, ...], name: str
+        self,
+        ir: VariantIR,
+        packed_rows: int,
+        features: tuple[str, ...],
+        name: str,
+        tma: bool = True,
     ) -> KernelSpec:
         """The first choice for a number of packed rows."""
         o = self.options
         dtypes = DTYPE_NAMES[o.q_dtype], DTYPE_NAMES[o.k_dtype], DTYPE_NAMES[o.v_dtype]
         return choose_rows(
-            ir, (o.head_dim, o.head_dim_v), dtypes, o.target, packed_rows, features, name
+            ir, (o.head_dim, o.head_dim_v), dtypes, o.target, packed_rows, features, name, tma
         )
 
     def _kernel(
-        self, known: Structure, packed_rows: int, features: tuple[str, ...], name: str
+        self,
+        known: Structure,
+        packed_rows: int,
+        features: tuple[str, ...],
+        name: str,
+        tma: bool = True,
     ) -> Kernel:
         rows = packed_rows if self.options.cpu else row_class(packed_rows)
-        key = (known, rows, features)
+        key = (known, rows, features, tma)
         kernel = self._known.get(key)
         if kernel is None:
-            spec = self.spec(known.ir, packed_rows, features, name)
+            spec = self.spec(known.ir, packed_rows, features, name, tma)
             kernel = self._known[key] = self._load(spec)
         return kernel
 
@@ -263,6 +277,11 @@ class Kernels:
             row_block=row_block,
         )
         return found
+
+
+@cache
+def _encodes_maps() -> bool:
+    return _C.driver_encodes_tensor_maps()
 
 
 def native_kind(
@@ -457,7 +476,7 @@ def vary(
         num_kv_heads = options.num_q_heads  # heads that visit different blocks cannot share a tile
     needs = kernels.needs(
         batch.lengths, options.num_q_heads // num_kv_heads, 0 if lists is None else lists.q_block,
-        batch.keys.page_size > 0, batch.num_levels > 0, blocks is not None, unaligned,
+        batch.keys.page_size, batch.num_levels > 0, blocks is not None, unaligned,
     )  # fmt: skip
     pair = kernels.pair(known, needs, batch.name)
     classify = mask is not None and lists is None and _can_be_costed(batch, known, tensors)

@@ -1,7 +1,7 @@
 """Prints a mask's interval form: C++ for kernels, with its clauses as comments.
 
 The rendered ``Hooks::classify`` runs on the host, for planning, and inside kernels, which skip
-empty tiles. It is the code of `statements` in terms of ``fajit/interval*.h``.
+empty tiles. It is the code of `statements` in terms of ``fajit/interval/*.h``.
 """
 
 from __future__ import annotations

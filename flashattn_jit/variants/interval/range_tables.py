@@ -1,7 +1,7 @@
 """Tables of the minimum and maximum of every 64 entries of a tensor along one dim.
 
 The interval form reads these tables instead of the elements of a long tensor
-(``fajit/interval_gather.h``). They are computed on the tensor's device and kept until the tensor
+(``fajit/interval/gather.h``). They are computed on the tensor's device and kept until the tensor
 changes or is freed.
 """
 

@@ -1,4 +1,4 @@
-"""The interval form as code: calls of functions of ``fajit/interval*.h`` on registers.
+"""The interval form as code: calls of functions of ``fajit/interval/*.h`` on registers.
 
 `code_of` turns a `Program` into statements, which `cpp` prints as C++ for kernels and
 ``_C.IntervalForm`` (csrc/interval) interprets for `tile_runs`. Both give the same results.

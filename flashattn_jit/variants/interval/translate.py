@@ -4,7 +4,7 @@
 separate. Bit operations become arithmetic, which has exact interval rules: ``x & 127`` is
 ``x % 128``, ``x >> 3`` is ``x // 8``, and ``(bits >> j) & 1`` is the operation ``bit``. Short
 vectors are unrolled before (`scalars_only`). The other operations become nodes; `select` gives the
-function of ``fajit/interval*.h`` that evaluates a node from the intervals of its arguments.
+function of ``fajit/interval/*.h`` that evaluates a node from the intervals of its arguments.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ByHand:
         written = [_extent(n, t, True) for n, t in results.items()]
         program = _program(text)
         for kernel in (0, 1)[: 1 if self.merge_work is None else 2]:
-            launch = Launch()
+            launch = Launch.aligned()
             status = module.fajit_plan_launch(ctypes.byref(args), kernel, ctypes.byref(launch))
             assert status == 0, f"refused with status {status}"
             if launch.grid[0] == 0:
@@ -96,6 +96,8 @@ class ByHand:
             num_tensors=len(bound.tensors),
             num_scalars=len(bound.scalars),
             num_work=len(self.work),
+            kv_rows=self.k.shape[-3],
+            kv_requests=self.k.shape[0] if self.k.ndim == 4 else 1,
         )
         assert not bound.scalars, "scalar params are not supported here"
         layouts = (TensorParam * max(1, len(bound.tensors)))()

@@ -5,6 +5,7 @@
 #include <fajit/cuda/common/merge.h>
 #include <fajit/cuda/launch.h>
 #include <fajit/cuda/params.h>
+#include <fajit/cuda/wgmma/maps.h>
 
 namespace fajit::cuda {
 
@@ -30,6 +31,7 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
     if (!merge && Config::kSparse &&
         (a->key_block < 1 || (a->key_blocks == nullptr && a->num_key_blocks > 0)))
       return FAJIT_BAD_ARGS;
+    if (!merge && Config::kTensorMaps && !has_maps<Config>(*a)) return FAJIT_BAD_ARGS;
   }
   Params<Config, Hooks> params{};
   params.args = *a;
@@ -41,8 +43,17 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
   params.units = units_of<Hooks>(a->scale, Context(a, a->tensors, a->scalars, &params.uniforms));
   params.divisors = KeyDivisors(*a);
   const int32_t parts = merge && blocks > 0 ? (a->max_merge_rows + kMergeRows - 1) / kMergeRows : 1;
+  if constexpr (Config::kTensorMaps)
+    if (!merge && blocks > 0) params.maps = make_maps<Config>(*a);
   fill_launch(entries[kernel], blocks > 0 ? static_cast<uint32_t>(blocks) : 0,
               static_cast<uint32_t>(parts), params, launch);
+  if constexpr (Config::kTensorMaps) {
+    if (!merge && blocks > 0) {
+      launch->num_tensor_maps = 2;
+      launch->tensor_maps[0] = offsetof(KvMaps, k);
+      launch->tensor_maps[1] = offsetof(KvMaps, v);
+    }
+  }
   return FAJIT_OK;
 }
 

@@ -20,6 +20,7 @@ void fill_launch(const KernelEntry& entry, uint32_t x, uint32_t y, const P& para
   launch->shared_bytes = entry.shared_bytes;
   launch->params_bytes = sizeof(P);
   launch->waits = entry.waits;
+  launch->num_tensor_maps = 0;
   __builtin_memcpy(launch->params, &params, sizeof(P));
 }
 

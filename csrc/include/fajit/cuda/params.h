@@ -4,11 +4,20 @@
 #include <fajit/context.h>
 #include <fajit/cuda/common/key_rows.h>
 #include <fajit/cuda/common/units.h>
+#include <fajit/tensor_map.h>
 
 namespace fajit::cuda {
 
+// The tensor maps of K and V: (column, row, head, request or page).
+struct KvMaps { fajit_tensor_map k, v; };
+
+template <bool kTensorMaps>
+struct MapParams {};
+template <>
+struct MapParams<true> { alignas(64) KvMaps maps; };
+
 template <class Config, class Hooks>
-struct Params {
+struct Params : MapParams<Config::kTensorMaps> {
   fajit_args args;
   fajit_tensor tensors[Config::kTensors > 0 ? Config::kTensors : 1];
   uint64_t scalars[Config::kScalars > 0 ? Config::kScalars : 1];

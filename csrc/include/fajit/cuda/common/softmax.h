@@ -45,6 +45,22 @@ struct OnlineSoftmax {
     weigh<kShifted>(s, shift, units);
   }
 
+  // step() while a product that adds to the accumulators is in flight: returns whether they are to
+  // be multiplied by `factor` after it.
+  template <bool kShifted, int kN>
+  FAJIT_DEV bool step_ahead(float (&s)[kM][kN][4], const float (&shift)[2 * kM],
+                            float (&factor)[2 * kM], const Units& units) {
+    static_assert(kFar || !kShifted, "shifts are terms of a score_mod");
+    float best[2 * kM];
+    const bool moves = raise<kShifted>(s, shift, best, units);
+    if (moves) {
+      rebase(best, factor, units);
+      if constexpr (kFar) subtract_far<kShifted>(s, shift, units);
+    }
+    weigh<kShifted>(s, shift, units);
+    return moves;
+  }
+
   // The base of each row after these scores; whether that of one of the warp's rows changes or is
   // far.
   template <bool kShifted, int kN>
@@ -72,17 +88,27 @@ struct OnlineSoftmax {
   // Changes the bases, and the sums and accumulators with them.
   template <int kD>
   FAJIT_DEV void rescale(const float (&best)[2 * kM], float (&o)[kM][kD][4], const Units& units) {
+    float factor[2 * kM];
+    rebase(best, factor, units);
+    multiply(o, factor);
+  }
+  // Changes the bases and the sums; factor: what the accumulators are to be multiplied by.
+  FAJIT_DEV void rebase(const float (&best)[2 * kM], float (&factor)[2 * kM], const Units& units) {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      const int m = i / 2, first = i % 2 * 2;
-      const float rescale =
-          best[i] == top[i] ? 1.0f : ptx::exp2_approx((top[i] - best[i]) * units.exponent);
+      factor[i] = best[i] == top[i] ? 1.0f : ptx::exp2_approx((top[i] - best[i]) * units.exponent);
       top[i] = best[i];
-      sum[i] *= rescale;
+      sum[i] *= factor[i];
+    }
+  }
+  template <int kD>
+  static FAJIT_DEV void multiply(float (&o)[kM][kD][4], const float (&factor)[2 * kM]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
 #pragma unroll
       for (int d = 0; d < kD; ++d) {
-        o[m][d][first] *= rescale;
-        o[m][d][first + 1] *= rescale;
+        o[i / 2][d][i % 2 * 2] *= factor[i];
+        o[i / 2][d][i % 2 * 2 + 1] *= factor[i];
       }
     }
   }

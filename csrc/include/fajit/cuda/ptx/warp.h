@@ -32,6 +32,11 @@ template <class T>
 FAJIT_DEV T from_lane(T x, int lane) {
   return __shfl_sync(kAllLanes, x, lane);
 }
+// A value that all lanes have. The shuffle says so to the compiler: see warp_index.
+template <class T>
+FAJIT_DEV T uniform(T x) {
+  return from_lane(x, 0);
+}
 // From lane 0 to 3 of the own quad.
 template <class T>
 FAJIT_DEV T from_quad_lane(T x, int lane) {

@@ -4,7 +4,7 @@
 // the maximum of every 64 entries of one dim (variants/interval/range_tables.py). Both give the
 // exact hull, so a table changes the time but not the result.
 #pragma once
-#include <fajit/interval_real.h>
+#include <fajit/interval/real.h>
 
 namespace fajit {
 namespace interval {

@@ -5,7 +5,7 @@
 // in the last place where they are inexact, because a compiler may fuse them into a sum.
 // Approximated functions are widened by far more than the error of any implementation.
 #pragma once
-#include <fajit/interval_integer.h>
+#include <fajit/interval/integer.h>
 
 namespace fajit {
 namespace interval {

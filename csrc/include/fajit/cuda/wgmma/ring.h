@@ -1,0 +1,145 @@
+// What the producer and the consumers of a block share: buffers, barriers, and a record of each
+// tile.
+//
+// Tiles are counted over all items of the block. Turn n uses stage n % kStages of K and of V, whose
+// barriers are then in phase n / kStages. K and V of a tile have barriers of their own, as K is
+// needed a product earlier and free a product earlier.
+//
+//             full: 1 arrival, by the producer, and the bytes of the boxes
+//             empty: an arrival by each warp of the consumers
+#pragma once
+#include <fajit/context.h>
+#include <fajit/cuda/common/kv_walk.h>
+#include <fajit/cuda/ptx/copy.h>
+#include <fajit/cuda/ptx/mbarrier.h>
+#include <fajit/cuda/ptx/warpgroup.h>
+#include <fajit/cuda/tile/element.h>
+#include <fajit/cuda/tile/panel_layout.h>
+
+namespace fajit::cuda {
+
+// A tile as the producer describes it.
+struct TileRecord {
+  KvTile tile;
+  bool last;    // of the item
+  bool absent;  // the item has no tile, and nothing was loaded
+};
+
+template <class Config, class Hooks>
+struct Ring {
+  static constexpr int kGroups = Config::kTileQ / ptx::kGroupRows;  // of consumers
+  static constexpr int kConsumerWarps = kGroups * ptx::kGroupWarps;
+  static constexpr int kStages = Config::kStages;
+  using QLayout = PanelLayout<Config::kDim, Config::kTileQ>;
+  using KLayout = PanelLayout<Config::kDim, Config::kTileKv>;
+  using VLayout = PanelLayout<Config::kDimV, Config::kTileKv>;
+  using Walk = KvWalk<Config, Hooks, Config::kTileKv, Config::kTileKv>;
+
+  // Shared memory: Q, K stages, V stages; then barriers, records, the work item of each warp, the
+  // producer's walk, scratch of row hooks.
+  static constexpr int kKBegin = QLayout::kBytes;
+  static constexpr int kVBegin = kKBegin + kStages * KLayout::kBytes;
+  static constexpr int kBarriersBegin = kVBegin + kStages * VLayout::kBytes;
+  static constexpr int kBarriers = 4 * kStages + 2 * kGroups + 1;
+  static constexpr int kRecordsBegin =
+      round_up(kBarriersBegin + kBarriers * ptx::kBarrierBytes, 16);
+  static constexpr int kItemsBegin = kRecordsBegin + kStages * 16;
+  static constexpr int kWalkBegin = kItemsBegin + Config::kWarps * int{sizeof(fajit_work)};
+  static constexpr int kTempsBegin = kWalkBegin + Walk::kSharedBytes;
+  static constexpr int kBytes = kTempsBegin + kConsumerWarps * Hooks::kRowTemps * 4;
+
+  unsigned char* shared;
+
+  FAJIT_DEV uint32_t address(int offset) const { return ptx::shared_address(shared) + offset; }
+  FAJIT_DEV uint32_t queries() const { return address(0); }
+  FAJIT_DEV uint32_t keys(uint32_t turn) const {
+    return address(kKBegin) + turn % kStages * KLayout::kBytes;
+  }
+  FAJIT_DEV uint32_t values(uint32_t turn) const {
+    return address(kVBegin) + turn % kStages * VLayout::kBytes;
+  }
+
+  FAJIT_DEV uint32_t full_keys(uint32_t turn) const { return barrier(turn % kStages); }
+  FAJIT_DEV uint32_t full_values(uint32_t turn) const { return barrier(kStages + turn % kStages); }
+  FAJIT_DEV uint32_t empty_keys(uint32_t turn) const {
+    return barrier(2 * kStages + turn % kStages);
+  }
+  FAJIT_DEV uint32_t empty_values(uint32_t turn) const {
+    return barrier(3 * kStages + turn % kStages);
+  }
+  FAJIT_DEV uint32_t full_queries(int group) const { return barrier(4 * kStages + group); }
+  FAJIT_DEV uint32_t empty_queries(int group) const {
+    return barrier(4 * kStages + kGroups + group);
+  }
+  FAJIT_DEV uint32_t landed() const { return barrier(kBarriers - 1); }  // see Producer
+  static FAJIT_DEV uint32_t phase(uint32_t turn) { return turn / kStages & 1; }
+
+  // By one thread, before any role starts.
+  FAJIT_DEV void make_barriers() const {
+#pragma unroll
+    for (int i = 0; i < kBarriers; ++i) {
+      const bool empties = i >= 2 * kStages && i < 4 * kStages;
+      const bool of_queries = i >= 4 * kStages && i < kBarriers - 1;
+      const int arrivals = empties                     ? kConsumerWarps
+                           : !of_queries               ? 1
+                           : i < 4 * kStages + kGroups ? 32  // lanes of the warp that loads them
+                                                       : ptx::kGroupWarps;
+      ptx::make_barrier(barrier(i), arrivals);
+    }
+    ptx::publish_barriers();
+  }
+
+  FAJIT_DEV void write_record(uint32_t turn, const TileRecord& r) const {
+    const uint32_t flags = r.tile.full | r.last << 1 | r.absent << 2;
+    ptx::store_words(record(turn), static_cast<uint32_t>(r.tile.begin),
+                     static_cast<uint32_t>(r.tile.end), flags, 0);
+  }
+  // After a wait for full_keys.
+  FAJIT_DEV TileRecord read_record(uint32_t turn) const {
+    uint32_t words[4];
+    ptx::load_words(words, record(turn));
+    __syncwarp();  // before one lane lets the producer overwrite it
+    const uint32_t flags = ptx::uniform(words[2]);
+    return {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]), (flags & 1) != 0},
+            (flags & 2) != 0,
+            (flags & 4) != 0};
+  }
+
+  // A warp's own copy of the block's i-th work item. Called by all lanes, when none reads the last
+  // one any more.
+  FAJIT_DEV const fajit_work& fetch_item(const fajit_args& a, int32_t i) const {
+    constexpr int kWords = sizeof(fajit_work) / 4;
+    const int lane = ptx::lane_index(), warp = static_cast<int>(threadIdx.x) / 32;
+    int32_t* const words =
+        reinterpret_cast<int32_t*>(shared + kItemsBegin + warp * int{sizeof(fajit_work)});
+    __syncwarp();
+    if (lane < kWords) words[lane] = reinterpret_cast<const int32_t*>(a.work + i)[lane];
+    __syncwarp();
+    return *reinterpret_cast<const fajit_work*>(words);
+  }
+
+ private:
+  FAJIT_DEV uint32_t barrier(uint32_t i) const {
+    return address(kBarriersBegin) + i * ptx::kBarrierBytes;
+  }
+  FAJIT_DEV uint32_t record(uint32_t turn) const {
+    return address(kRecordsBegin) + turn % kStages * 16;
+  }
+};
+
+// Calls `handle` with each item of this block's worker, or with the block's own one.
+template <class Ring, class Handle>
+FAJIT_DEV void for_each_item(const fajit_args& a, const Ring& ring, const Handle& handle) {
+  int32_t i = static_cast<int32_t>(blockIdx.x), end = i + 1;
+  if (a.worker_indptr != nullptr) {
+    end = ptx::uniform(a.worker_indptr[i + 1]);
+    i = ptx::uniform(a.worker_indptr[i]);
+  }
+#pragma unroll 1
+  for (; i < end; ++i) {
+    const fajit_work& item = ring.fetch_item(a, i);
+    if (ptx::uniform(item.request) >= 0) handle(item);
+  }
+}
+
+}  // namespace fajit::cuda
