@@ -17,6 +17,7 @@ _BLOCK_START = 1500
 """Clocks of a block that nothing of its own hides: the end of the block before it, its launch, and
 the latency of device memory for its first loads. An estimate."""
 
+
 @dataclass(frozen=True)
 class LoopCost:
     """A loop and its simulated turns: the common way and the longest one."""
