@@ -128,8 +128,8 @@ def first_requests_see_nothing(b, h, q_idx, kv_idx):
     return b >= 1
 
 
-PLAIN = Shape(1, 4, 2, 100, 700, 64, 64)
-ALIGNED_ROWS = {"q_len": (70, 0, 40, 9), "kv_len": (700, 43, 0, 520)}
+PLAIN = Shape(1, 4, 2, 70, 590, 64, 64)
+REQUESTS = {"q_len": (70, 0, 40, 9), "kv_len": (590, 43, 0, 420)}
 PAGES = (8, 16, 24, 64, 128, 256)
 HEAD_DIMS = ((64, 64), (72, 72), (96, 96), (128, 128), (192, 192), (256, 256), (96, 64), (64, 128),
              (192, 128))  # fmt: skip
@@ -148,39 +148,41 @@ def replace_dims(shape: Shape, head_dim: int, head_dim_v: int) -> Shape:
 
 CALLS: dict[str, Callable[[], Made]] = {
     "full": lambda: dense(None, PLAIN),
-    "causal": lambda: dense(fa.Causal(), PLAIN, q_offset=600),
-    "causal fp16": lambda: dense(fa.Causal(), PLAIN, FP16, q_offset=600),
+    "causal": lambda: dense(fa.Causal(), PLAIN, q_offset=520),
+    "causal fp16": lambda: dense(fa.Causal(), PLAIN, FP16, q_offset=520),
     "q_offset": lambda: dense(fa.Causal(), PLAIN, q_offset=300),
     "one key": lambda: dense(None, PLAIN._replace(kv_len=1)),
-    "few rows": lambda: dense(fa.Causal(), PLAIN._replace(q_len=25), q_offset=675),
+    "few rows": lambda: dense(fa.Causal(), PLAIN._replace(q_len=25), q_offset=565),
     "group 1": lambda: dense(fa.Causal(), Shape(1, 2, 2, 150, 450, 64, 64), q_offset=300),
     "group 3": lambda: dense(fa.Causal(), Shape(1, 6, 2, 60, 450, 64, 64), q_offset=390),
     "group 8": lambda: dense(fa.Causal(), Shape(1, 8, 1, 40, 450, 64, 64), q_offset=410),
-    "broadcast": lambda: dense(fa.Causal(), PLAIN, broadcast="kv", q_offset=600),
-    "broadcast V": lambda: dense(fa.Causal(), PLAIN, broadcast="v", q_offset=600),
+    "broadcast": lambda: dense(fa.Causal(), PLAIN, broadcast="kv", q_offset=520),
+    "broadcast V": lambda: dense(fa.Causal(), PLAIN, broadcast="v", q_offset=520),
     "proven empty": lambda: dense(first_requests_see_nothing, Shape(2, 4, 2, 50, 420, 64, 64)),
     "unproven empty": lambda: dense(
         SomeRequests(), Shape(2, 4, 2, 50, 420, 64, 64), params={"first": torch.tensor([0.0, 1.0])}
     ),
-    "sliding": lambda: dense(fa.SlidingWindow(100), PLAIN, q_offset=600),
+    "sliding": lambda: dense(fa.SlidingWindow(100), PLAIN, q_offset=520),
     "negative scale": lambda: dense(None, PLAIN, scale=-0.125),
+    "steep": lambda: dense(None, PLAIN, scale=1.5),
     "query_mod": lambda: dense(
         ScaledQueries(), PLAIN, params={"gain": torch.tensor([0.5, 2.0, -1.0, 1.5])}
     ),
-    "sink": lambda: dense(fa.Sink() & fa.Causal(), PLAIN, q_offset=600,
+    "sink": lambda: dense(fa.Sink() & fa.Causal(), PLAIN, q_offset=520,
                           params={"sink": torch.linspace(-2, 2, 4)}),
     "sigmoid": lambda: dense(fa.Sigmoid(), PLAIN, pointwise=True),
     "output_mod": lambda: dense(
         fa.GatedOutput(), PLAIN, params={"gate": inputs(PLAIN, torch.float32, 1)[0]}
     ),
     "partial states": lambda: ragged((60, 3), (2500, 300), (2, 1), workers=8),
-    "ragged": lambda: ragged(**ALIGNED_ROWS),
-    "ragged full": lambda: ragged(**ALIGNED_ROWS, what=Math()),
+    "no keys": lambda: ragged((70, 9, 40), (0, 0, 0)),
+    "ragged": lambda: ragged(**REQUESTS),
+    "ragged full": lambda: ragged(**REQUESTS, what=Math()),
     "ragged 128": lambda: ragged((70, 0, 40, 9), (600, 43, 0, 430), dim=128),
-    **{f"pages of {n}": lambda n=n: ragged(**ALIGNED_ROWS, page_size=n) for n in PAGES},
+    **{f"pages of {n}": lambda n=n: ragged(**REQUESTS, page_size=n) for n in PAGES},
     "pages 128": lambda: ragged((70, 0, 40, 9), (600, 43, 0, 430), dim=128, page_size=16),
-    "pages heads first": lambda: ragged(**ALIGNED_ROWS, page_size=16, layout="heads first"),
-    "pages mixed": lambda: ragged(**ALIGNED_ROWS, page_size=32, layout="mixed", dim_v=128),
+    "pages heads first": lambda: ragged(**REQUESTS, page_size=16, layout="heads first"),
+    "pages mixed": lambda: ragged(**REQUESTS, page_size=32, layout="mixed", dim_v=128),
     **{
         f"head dims {d}, {dv}": _dims((d, dv), (BF16, FP16)[i % 2])
         for i, (d, dv) in enumerate(HEAD_DIMS)
