@@ -138,16 +138,22 @@ def ptx_of(spec: KernelSpec, key: str = "0" * 64) -> str:
 
     It differs only in the columns of `.loc`, which nvcc counts differently here.
     """
-    compiler = find_compiler(spec.target)
+    header = f'#define FAJIT_KEY "{key}"\n#line 1 "{nvcc.SOURCE}"\n'
+    return ptx_of_source(header + render(spec), spec.target, key)
+
+
+def ptx_of_source(text: str, target: str, key: str = "0" * 64) -> str:
+    """The PTX of a kernel's rendered source."""
+    compiler = find_compiler(target)
     assert compiler is not None
     with tempfile.TemporaryDirectory(prefix="fajit-ptx-") as name:
         staging, work = Path(name), Path(name) / "build"
         work.mkdir()
         source = staging / nvcc.SOURCE
-        source.write_text(f'#define FAJIT_KEY "{key}"\n#line 1 "{source.name}"\n{render(spec)}')
+        source.write_text(text)
         log = staging / "log"
-        job = nvcc.job(source, work, key, spec.target, compiler, log, staging / "command")
-        arch = spec.target.removeprefix("sm_")
+        job = nvcc.job(source, work, key, target, compiler, log, staging / "command")
+        arch = target.removeprefix("sm_")
         flags = [f for f in job.compile_flags if not f.startswith("-gencode")]
         run = subprocess.run(
             [*compiler.command, *flags, f"-arch=compute_{arch}", "-ptx", "-o", nvcc.PTX,
