@@ -89,7 +89,7 @@ def call_tflops(
         tiles, device.num_sms, -(-rows // keys) if causal and longest_first else 0
     )
     flops = 4 * length * length * head_dim * heads / (2 if causal else 1)
-    return flops / clocks * model.machine.clock_hz / 1e12
+    return flops / clocks * model.clock_hz / 1e12
 
 
 def peers(folder: Path, device: Device) -> Iterator[Peer]:

@@ -22,6 +22,8 @@ from ...planner.devices import Device, typical_hardware
 from .disassembly import Instruction
 
 SCHEDULERS = 4
+SHARED_BYTES = 128
+"""What shared memory delivers in a clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,11 @@ class Multiprocessor:
 
     hmma: from one matrix instruction of a scheduler to its next one (16816 with fp32 accumulation;
     sm_75: 1688). wgmma: the same of a warpgroup's instruction, for each of its columns of B (16
-    deep), and the columns below which the operands' way from shared memory takes longer. fma_pipes: FMA pipes of a scheduler, of 16 lanes each. l2_bytes: bytes per clock
-    that it gets of the L2's bandwidth while all others read too. copy_latency: of a copy from the
-    L2. clock_hz: under load.
+    deep). wgmma_latency: from there to the wait's end. fma_pipes: FMA pipes of a scheduler, of 16
+    lanes each. l2_bytes: bytes per clock that it gets of the L2's bandwidth while all others read
+    too. copy_latency: of a copy from the L2. tma_latency: from a buffer's release to the arrival of
+    the copy into it, without the time of its bytes. clock_hz: under load. wgmma_clock_hz: under
+    that of wgmma.
     """
 
     hmma: float
@@ -46,7 +50,10 @@ class Multiprocessor:
     barrier: int = 24
     branch: int = 8
     wgmma: float = 0.5
-    wgmma_latency: int = 64
+    wgmma_latency: int = 32
+    wgmma_delay: int = 1
+    tma_latency: int = 600
+    wgmma_clock_hz: float = 0.0
 
 
 _MULTIPROCESSORS = {
@@ -54,7 +61,7 @@ _MULTIPROCESSORS = {
     "sm_80": Multiprocessor(8, 1, 30, 300, 1.35e9),
     "sm_86": Multiprocessor(16, 2, 16, 300, 1.6e9),
     "sm_89": Multiprocessor(16, 2, 20, 350, 2.3e9),
-    "sm_90": Multiprocessor(6.36, 2, 28, 320, 1.747e9),
+    "sm_90": Multiprocessor(6.36, 2, 28, 320, 1.747e9, wgmma_clock_hz=1.6e9),
 }
 
 

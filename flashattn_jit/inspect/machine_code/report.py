@@ -15,9 +15,10 @@ from ...jit.module import prepare_kernel
 from ...planner.devices import Device
 from ...planner.tiles import build_requests, fallbacks
 from ..table import si, table
-from .disassembly import disassemble
-from .multiprocessor import multiprocessor
-from .prediction import KernelModel, LoopCost
+from .disassembly import Instruction, disassemble
+from .multiprocessor import Multiprocessor, multiprocessor
+from .prediction import QUERY_START, KernelModel, LoopCost
+from .simulation import Ring
 
 ATTENTION = "fajit_attention_kernel"
 _COMPARED = "sm_90"
@@ -103,6 +104,16 @@ class MachineCode:
         return self.spec.tile_kv // split
 
 
+def kernel_model(
+    spec: KernelSpec, code: tuple[Instruction, ...], machine: Multiprocessor
+) -> KernelModel:
+    """The model of an attention kernel of this project, with its tile."""
+    if spec.tile_kind != "prefill_wgmma":
+        return KernelModel(code, machine, ctas_per_sm(spec), spec.num_warps)
+    ring = Ring(2 * spec.num_stages, spec.tile_kv * (spec.head_dim + spec.head_dim_v))
+    return KernelModel(code, machine, ctas_per_sm(spec), spec.tile_q // 16, ring, QUERY_START)
+
+
 def machine_code(spec: KernelSpec, device: Device) -> MachineCode:
     """Compile a kernel if the cache lacks it, and simulate its loops on a device.
 
@@ -116,6 +127,6 @@ def machine_code(spec: KernelSpec, device: Device) -> MachineCode:
     obtained = prepare_kernel(build_requests(spec))
     taken = (spec, *fallbacks(spec))[obtained.tile]
     code = disassemble(obtained.found.read(ARTIFACT))[ATTENTION]
-    model = KernelModel(code, machine, ctas_per_sm(taken), taken.num_warps)
+    model = kernel_model(taken, code, machine)
     report = parse_report(obtained.found.read(RESOURCES))
     return MachineCode(taken, device, model, report.kernel(ATTENTION))
