@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...codegen.budget import ctas_per_sm
+from ...codegen.budget import ctas_per_sm, warpgroup_registers
 from ...codegen.spec import KernelSpec
 from ...codegen.targets import architecture
 from ...errors import InputError
@@ -57,8 +57,8 @@ class MachineCode:
             turn, rate = cost.common, self.flops_per_s(cost)
             size = len(cost.loop.common)
             rows.append(
-                [str(n), str(size), f"{size / self._keys:.1f}", f"{turn.cycles:.0f}",
-                 f"{cost.longest.cycles:.0f}", f"{turn.binding} {turn.pipes[turn.binding]:.0%}",
+                [self._name(n), str(size), f"{size / self._keys:.1f}", f"{turn.cycles:.0f}",
+                 f"{cost.longest.cycles:.0f}", turn.bound_by,
                  si(rate, "FLOP/s"), f"{rate / self.device.matrix_flops:.0%}"]
             )  # fmt: skip
             stalls = sorted(turn.stalls.items(), key=lambda s: -s[1])
@@ -76,11 +76,10 @@ class MachineCode:
             if architecture(self.spec.target) == _COMPARED
             else (f"; its figures for {self.spec.target} were compared with no published ones")
         )
+        tile = f"{self.spec.tile_kind} {self.spec.tile_q} x {self.spec.tile_kv}"
         return "\n".join(
             [
-                f"{self.spec.tile_kind} {self.spec.tile_q} x {self.spec.tile_kv}, "
-                f"{self.model.blocks} blocks of {self.model.warps} warps a multiprocessor of "
-                f"{self.device.name}; simulated, not measured{known}",
+                f"{tile}, {self._blocks()}; simulated, not measured{known}",
                 self._registers(),
                 table(header, rows),
                 *lines,
@@ -95,7 +94,33 @@ class MachineCode:
             if used.spill_store_bytes
             else "no spills"
         )
-        return f"{used.registers} registers, {spilled}"
+        return f"{used.registers} registers{self._divided()}, {spilled}"
+
+    def _divided(self) -> str:
+        """How warpgroups with roles divide the registers, after the launch."""
+        produces, consumes = warpgroup_registers(self.spec) if self._wgmma else (0, 0)
+        if not consumes:
+            return ""
+        return f" at the launch, then {consumes} of a consumer and {produces} of the producer"
+
+    @property
+    def _wgmma(self) -> bool:
+        return self.spec.tile_kind == "prefill_wgmma"
+
+    def _blocks(self) -> str:
+        blocks, warps = self.model.blocks, self.model.warps
+        where = f"a multiprocessor of {self.device.name}"
+        if not self._wgmma:
+            return f"{blocks} blocks of {warps} warps {where}"
+        number = "1 block" if blocks == 1 else f"{blocks} blocks"
+        loading = self.spec.num_warps - warps
+        return f"{number} {where}: {warps} warps multiply, in groups of 4, and {loading} load"
+
+    def _name(self, n: int) -> str:
+        """Of a loop. Kernels of wgmma have one for full tiles and one for partial ones."""
+        if not self._wgmma or len(self.loops) != 2:
+            return str(n)
+        return f"{n}: {'full' if self.loops[n] == self.model.full else 'partial'} tiles"
 
     @property
     def _keys(self) -> int:

@@ -42,8 +42,10 @@ _PRODUCTS = 6  # where a warp keeps the groups of its wgmma, beside six scoreboa
 class Turn:
     """What one turn of the loop costs when every resident block makes one.
 
-    cycles: clocks of the multiprocessor. pipes: the share of the clocks that each pipe is busy.
-    stalls: by cause, the share of a warp's clocks that it waits.
+    cycles: clocks of the multiprocessor. pipes: the share of the clocks that each pipe is busy;
+    with wgmma also shared memory ("shared": operands of products, and what TMA writes) and
+    "registers", by which other instructions hold up the tensor core. stalls: by cause, the share of
+    a warp's clocks that it waits.
     """
 
     cycles: float
@@ -52,8 +54,21 @@ class Turn:
 
     @property
     def binding(self) -> str:
-        """The busiest pipe."""
-        return max(self.pipes, key=lambda p: self.pipes[p])
+        """The busiest pipe. What other instructions take of the registers (see `Multiprocessor`)
+        counts as time of the tensor core."""
+        return max(self.pipes, key=self.busy)
+
+    def busy(self, pipe: str) -> float:
+        """The share of the clocks in which a pipe can take no other work."""
+        held = self.pipes.get("registers", 0.0) if pipe == "tensor" else 0.0
+        return self.pipes[pipe] + held
+
+    @property
+    def bound_by(self) -> str:
+        """The busiest pipe with its share, in words."""
+        held = self.pipes.get("registers", 0.0) if self.binding == "tensor" else 0.0
+        plus = f" + {held:.0%} registers" if held >= 0.005 else ""
+        return f"{self.binding} {self.pipes[self.binding]:.0%}{plus}"
 
 
 @dataclass(frozen=True, slots=True)
