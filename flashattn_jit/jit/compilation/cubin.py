@@ -27,6 +27,7 @@ _NAMES = {
     0x23C: "HMMA", 0x9F0: "HGMMA", 0xDF0: "HGMMA", 0x9C5: "WARPGROUP",
     0x983: "LDL", 0x387: "STL", 0xFAE: "LDGSTS",
     0x947: "BRA", _UNIFORM_BRANCH: "BRA", 0x94D: "EXIT", 0x950: "RET", 0x949: "BRX",
+    0x95C: "BPT",
 }  # fmt: skip
 """The instructions that matter, by opcode."""
 
