@@ -282,11 +282,12 @@ def choose(
     target: str,
     features: tuple[str, ...] = (),
     name: str = "variant",
+    tma: bool = True,
 ) -> KernelSpec:
     """The kernel for a problem; always one of `reachable`. Its target is the compiled one."""
     dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
     dims = (problem.head_dim, problem.head_dim_v)
-    return choose_rows(variant, dims, dtypes, target, problem.packed_rows, features, name)
+    return choose_rows(variant, dims, dtypes, target, problem.packed_rows, features, name, tma)
 
 
 def kernels_by_rows(
@@ -319,13 +320,17 @@ def fallbacks(spec: KernelSpec) -> tuple[KernelSpec, ...]:
 
 
 def candidates(
-    problem: Problem, target: str, variant: VariantIR | None = None
+    problem: Problem,
+    target: str,
+    variant: VariantIR | None = None,
+    features: tuple[str, ...] = (),
+    tma: bool = True,
 ) -> tuple[TileChoice, ...]:
     """The kernels considered, each with the reason for or against it, for `explain`.
 
-    variant: decides between tiles on CUDA; plain attention by default.
+    variant, features, tma: decide between tiles on CUDA; plain attention by default.
     """
-    chosen = choose(variant or VariantIR(()), problem, target)
+    chosen = choose(variant or VariantIR(()), problem, target, features, tma=tma)
     considered = cuda_tiles.considered if is_cuda(chosen.target) else _considered_on_cpu
     return tuple(TileChoice(*c) for c in considered(chosen, problem.packed_rows))
 
@@ -505,7 +510,9 @@ def least_part(spec: KernelSpec) -> int:
     """
     if not is_cuda(spec.target):
         return _CPU_LEAST_PART
-    return spec.tile_kv if spec.tile_kind == "few_row" else max(_CUDA_LEAST_PART, spec.tile_kv)
+    if spec.tile_kind == "few_row":
+        return spec.tile_kv
+    return -(-_CUDA_LEAST_PART // spec.tile_kv) * spec.tile_kv
 
 
 # --- kernel requests -----------------------------------------------------------------------------

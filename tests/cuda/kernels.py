@@ -18,6 +18,7 @@ from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.compilation.ptxas_report import Report, load_report
 from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.jit.module import load_stepping
+from flashattn_jit.planner.cuda_tiles import row_class, with_tile
 from flashattn_jit.planner.tiles import build_requests, fallbacks, kernels_by_rows
 from flashattn_jit.variants.ir.ir import VariantIR
 from flashattn_jit.variants.variant import Dims, as_variant
@@ -115,8 +116,14 @@ def specs(
 
 
 def spec_of(name: str, target: str, kind: TileKind) -> KernelSpec:
-    """The kernel of a case for many rows (the largest tile) or few."""
-    return next(spec for spec in specs(name, target) if spec.tile_kind == kind)
+    """The kernel of a case for many rows (the largest tile, on Hopper of wgmma) or few."""
+    few = kind == "few_row"
+    return next(spec for spec in specs(name, target) if (spec.tile_kind == "few_row") == few)
+
+
+def by_mma_sync(spec: KernelSpec) -> KernelSpec:
+    """The kernel that the planner takes instead of one of wgmma; others as they are."""
+    return with_tile(spec, row_class(spec.tile_q), tma=False)
 
 
 def compiled(spec: KernelSpec) -> Compiled:
@@ -131,16 +138,22 @@ def ptx_of(spec: KernelSpec, key: str = "0" * 64) -> str:
 
     It differs only in the columns of `.loc`, which nvcc counts differently here.
     """
-    compiler = find_compiler(spec.target)
+    header = f'#define FAJIT_KEY "{key}"\n#line 1 "{nvcc.SOURCE}"\n'
+    return ptx_of_source(header + render(spec), spec.target, key)
+
+
+def ptx_of_source(text: str, target: str, key: str = "0" * 64) -> str:
+    """The PTX of a kernel's rendered source."""
+    compiler = find_compiler(target)
     assert compiler is not None
     with tempfile.TemporaryDirectory(prefix="fajit-ptx-") as name:
         staging, work = Path(name), Path(name) / "build"
         work.mkdir()
         source = staging / nvcc.SOURCE
-        source.write_text(f'#define FAJIT_KEY "{key}"\n#line 1 "{source.name}"\n{render(spec)}')
+        source.write_text(text)
         log = staging / "log"
-        job = nvcc.job(source, work, key, spec.target, compiler, log, staging / "command")
-        arch = spec.target.removeprefix("sm_")
+        job = nvcc.job(source, work, key, target, compiler, log, staging / "command")
+        arch = target.removeprefix("sm_")
         flags = [f for f in job.compile_flags if not f.startswith("-gencode")]
         run = subprocess.run(
             [*compiler.command, *flags, f"-arch=compute_{arch}", "-ptx", "-o", nvcc.PTX,

@@ -74,6 +74,7 @@ struct Entry {
   std::map<std::pair<uint32_t, std::string>, uint32_t> labels;
   std::map<std::string, std::vector<std::string>> branch_tables;
   std::vector<Location> locations;  // 0: unknown
+  uint32_t min_blocks = 1;          // .minnctapersm
 };
 
 struct Module {

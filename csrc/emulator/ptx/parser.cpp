@@ -40,7 +40,8 @@ class Parser {
     } else if (text == ".entry") {
       entry();
     } else if (text == ".func") {
-      if (find_body()) skip_braces();
+      Entry function;
+      if (find_body(function)) skip_braces();
     } else if (text == ".global" || text == ".const" || text == ".shared") {
       module_.variables.push_back(variable(text));
     } else if (text == ".pragma" || text == ".alias") {
@@ -73,9 +74,14 @@ class Parser {
     } while (depth > 0);
   }
 
-  bool find_body() {  // past .maxntid 128, 1, 1 and the like; false for a declaration
+  // Past .maxntid 128, 1, 1 and the like; false for a declaration.
+  bool find_body(Entry& entry) {
     while (!lexer_.peek().is("{")) {
       if (lexer_.accept(";")) return false;
+      if (lexer_.accept(".minnctapersm")) {
+        entry.min_blocks = static_cast<uint32_t>(integer());
+        continue;
+      }
       if (lexer_.next().kind == Token::Kind::end) lexer_.fail("unexpected end of text");
     }
     return true;
@@ -212,7 +218,7 @@ class Parser {
         lexer_.accept(",");
       }
     }
-    if (!find_body()) return;
+    if (!find_body(result)) return;
     lexer_.expect("{");
     while (!scopes_.empty()) statement();
     module_.entries.push_back(std::move(result));

@@ -148,12 +148,13 @@ def _why(planned: Variation, launches: list[LaunchWork]) -> list[str]:
     lines = []
     for launch in launches:
         lines.append(f"why {launch.kind}:")
+        taken = launch.kernel.spec
         for choice in candidates(
-            _problem(planned, launch), planned.batch.options.target, planned.known.ir
-        ):
+            _problem(planned, launch), planned.batch.options.target, planned.known.ir,
+            taken.features, taken.tile_kind != "prefill",
+        ):  # fmt: skip
             spec = choice.spec
-            few = launch.kind == "few_row"
-            mark = "->" if (spec.tile_kind == "few_row") == few and choice.chosen else "  "
+            mark = "->" if spec.tile_kind == taken.tile_kind and choice.chosen else "  "
             lines.append(
                 f"  {mark} {spec.tile_kind} {spec.tile_q} x {spec.tile_kv}: {choice.reason}"
             )

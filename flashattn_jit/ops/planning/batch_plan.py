@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ Pair = tuple[Kernel | None, Kernel | None]
 class Needs(NamedTuple):
     """The properties of a batch that decide its kernels. prefill_rows: packed rows of the longest
     prefill request. few: whether there are few-row requests. tma: whether TMA can copy the keys:
-    pages have a multiple of 8 slots."""
+    pages have a multiple of 8 slots, and the driver encodes tensor maps."""
 
     prefill_rows: int
     few: bool
@@ -157,8 +158,9 @@ class Kernels:
         elif prefill:
             rows = row_class(rows)
         return Needs(
-            rows if prefill or always else 0, bool(few) or always, page_size > 0, q_block > 0, mixed,
-            block_mask, unaligned, page_size % 8 == 0,
+            rows if prefill or always else 0, bool(few) or always, page_size > 0, q_block > 0,
+            mixed, block_mask, unaligned,
+            page_size % 8 == 0 and (self.options.device.type == "cpu" or _encodes_maps()),
         )  # fmt: skip
 
     def pair(self, known: Structure, needs: Needs, name: str) -> Pair:
@@ -275,6 +277,11 @@ class Kernels:
             row_block=row_block,
         )
         return found
+
+
+@cache
+def _encodes_maps() -> bool:
+    return _C.driver_encodes_tensor_maps()
 
 
 def native_kind(

@@ -1,0 +1,400 @@
+"""Mistakes planted in the wgmma kernels are found in some order of their asynchronous operations,
+and none in the unchanged kernels, whose bits depend on no order.
+
+As in test_mutants.py, a mutant is a change of the headers' text, or of the rendered source, whose
+PTX then runs in a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashattn_jit import _C, env
+from flashattn_jit.errors import EmulatorFault
+from flashattn_jit.jit import module
+from flashattn_jit.jit.cache import entry
+from flashattn_jit.jit.emulator import programs
+from flashattn_jit.jit.emulator.library import library
+from flashattn_jit.ops.device import emulated
+from tests.cuda.kernels import ptx_of_source
+from tests.emulator.wgmma_calls import CALLS, few_workers  # noqa: F401
+from tests.harness import rotation
+from tests.harness.toolkit import needs_nvcc
+
+pytestmark = [needs_nvcc, pytest.mark.usefixtures("few_workers")]
+
+COPIES = "FLASHATTN_JIT_EMULATOR_COPIES"
+MODES = ("late", "early", *(f"random:{seed}" for seed in range(4)))
+SEEDS = range(200 if rotation.takes_all() else 20)
+TARGET = "sm_90a"
+SOURCE = "kernel.cu"
+"""Stands for the rendered source among the names of headers."""
+
+Edit = tuple[str, str, str, int]
+"""A file below fajit/cuda or `SOURCE`, the text that is replaced, the new text, and which of the
+occurrences of the old one is meant."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """found: what finds it: kinds of faults, "NaN" or "wrong" values; the first mode decides.
+
+    host: the change is one of the host's code, so the whole artifact is compiled. more_shared:
+    bytes of shared memory added to the launch.
+    """
+
+    name: str
+    call: str
+    found: tuple[str, ...]
+    edits: tuple[Edit, ...]
+    host: bool = False
+    more_shared: int = 0
+
+
+PREFILL, PRODUCER, RING = "wgmma/prefill.h", "wgmma/producer.h", "wgmma/ring.h"
+PRODUCTS, MAPS, GROUP = "wgmma/products.h", "wgmma/maps.h", "ptx/warpgroup.h"
+MBARRIER, LAYOUT = "ptx/mbarrier.h", "tile/panel_layout.h"
+
+FENCE, LANES, BLOCK = "ptx::fence_async_proxy();", "__syncwarp();", "__syncthreads();"
+WAIT_ALL, MAY_RUN = "ptx::wait_products<0>();", "ptx::wait_products<1>();"
+FENCED = f"{FENCE}\n    {LANES}"  # ends the changes of Q
+SCORES_READ = f"{WAIT_ALL}\n    ptx::read_after_wait(s);"
+OUTPUT_READ = f"{WAIT_ALL}\n      ptx::read_after_wait(o);"
+RELEASE_K, RELEASE_V = "release(ring_.empty_keys(turn_));", "release(ring_.empty_values(before));"
+SCALES = "if (units_.query != 1.0f)"
+Q_FREE = "release(ring_.empty_queries(group()));"
+
+STUCK, FLIGHT, PROXY, ORDER = ("deadlock",), ("in flight",), ("proxy",), ("fence",)
+VALUES, NAN, BOUNDS, EXIT = ("wrong",), ("NaN",), ("out of bounds",), ("exit",)
+RACE = ("race", "in flight", "uninitialised")  # which of them depends on timing
+LOST = (*RACE, *STUCK, "mbarrier", *VALUES, *NAN)  # phases or stages are out of step
+
+
+def plant(
+    name: str, call: str, found: tuple[str, ...], file: str, old: str, new: str, place: int = 0,
+    **more: Any,
+) -> Mutant:  # fmt: skip
+    """A mutant of one edit."""
+    return Mutant(name, call, found, ((file, old, new, place),), **more)
+
+
+MUTANTS = (
+    # Fences of the asynchronous proxy
+    plant("no proxy fence after Q is loaded", "causal", PROXY, PREFILL, FENCE, ""),
+    Mutant("no proxy fence after Q is scaled", "negative scale", PROXY,
+           ((PREFILL, FENCED, LANES, 0), (PREFILL, SCALES, FENCE + SCALES, 0))),
+    Mutant("no proxy fence after query_mod", "query_mod", PROXY,
+           ((PREFILL, FENCED, LANES, 0),
+            (PREFILL, "const int count = min(own_rows", FENCE + "const int count = min(own_rows", 0))),
+    plant("no proxy fence after rows of V are cleared", "ragged", PROXY, PRODUCER, FENCE, ""),
+    plant("rows of V cleared by lanes that have not met", "ragged", RACE, PRODUCER, FENCED, FENCE),
+    plant("new barriers are not published", "causal", PROXY, MBARRIER,
+          '"fence.mbarrier_init.release.cluster;"', '"//"'),
+    # wgmma: fences, groups, waits
+    plant("no wgmma.fence", "causal", ORDER, GROUP, '"wgmma.fence.sync.aligned;"', '"//"'),
+    plant("no wgmma.fence in a step", "causal", ORDER, PREFILL, "take_turn();\n      ptx::start_products();", "take_turn();"),
+    plant("products in no group", "causal", FLIGHT, GROUP,
+          '"wgmma.commit_group.sync.aligned;"', '"//"'),
+    plant("scores in no group", "causal", FLIGHT, PREFILL, "ptx::commit_products();", "", 2),
+    plant("values in no group", "causal", FLIGHT, PREFILL, "ptx::commit_products();", "", 3),
+    plant("scores read before the wait", "causal", FLIGHT, PREFILL, MAY_RUN, ""),
+    plant("first scores may be in flight", "causal", FLIGHT, PREFILL, WAIT_ALL, MAY_RUN, 1),
+    plant("the output may be in flight", "causal", FLIGHT, PREFILL, WAIT_ALL, MAY_RUN, 2),
+    plant("weights overwritten before the wait", "sigmoid", FLIGHT, PREFILL, WAIT_ALL, "", 2),
+    plant("the last output may be in flight", "causal", FLIGHT, PREFILL, WAIT_ALL, MAY_RUN),
+    plant("packed rows written before the last product", "causal", FLIGHT, PREFILL, WAIT_ALL, ""),
+    # Releases of stages
+    # A step's release of K is no mistake before its wait: the producer waits for a later V first.
+    plant("K released before the wait", "causal", RACE, PREFILL,
+          f"{SCORES_READ}\n    {RELEASE_K}", RELEASE_K + SCORES_READ),
+    plant("V released before the wait", "causal", RACE, PREFILL,
+          f"{OUTPUT_READ}\n      {RELEASE_V}", RELEASE_V + OUTPUT_READ),
+    plant("released by one warp for four", "causal", STUCK, PREFILL,
+          "if (lane_ == 0) ptx::arrive", "if (lane_ == 0 && warp_ % 4 == 0) ptx::arrive"),
+    Mutant("released by one warp for four, which is counted", "causal", RACE,
+           ((PREFILL, "if (lane_ == 0) ptx::arrive", "if (lane_ == 0 && warp_ % 4 == 0) ptx::arrive", 0),
+            (RING, "? kConsumerWarps", "? kGroups", 0), (RING, ": ptx::kGroupWarps", ": 1", 0))),
+    plant("released by all lanes", "causal", LOST, PREFILL, "if (lane_ == 0) ptx::arrive",
+          "ptx::arrive"),
+    # Barriers in shared memory
+    plant("K announced with 16 bytes more", "causal", STUCK, PRODUCER, "KLayout::kBytes);",
+          "KLayout::kBytes + 16);"),
+    plant("K announced with 16 bytes less", "causal", STUCK, PRODUCER, "KLayout::kBytes);",
+          "KLayout::kBytes - 16);"),
+    plant("V announced with 16 bytes more", "causal", STUCK, PRODUCER, "VLayout::kBytes);",
+          "VLayout::kBytes + 16);"),
+    plant("V announced with 16 bytes less", "causal", STUCK, PRODUCER, "VLayout::kBytes);",
+          "VLayout::kBytes - 16);"),
+    plant("the parity of stages is not flipped", "causal", LOST, RING, "return turn / kStages & 1;",
+          "return 0;"),
+    plant("the parity is that of the turn", "causal", LOST, RING, "return turn / kStages & 1;",
+          "return turn & 1;"),
+    plant("the parity of empty K is not inverted", "causal", LOST, PRODUCER,
+          "Parts::phase(turn_) ^ 1", "Parts::phase(turn_)"),
+    plant("the parity of queries is not flipped", "causal", LOST, PREFILL, "num_items & 1", "0"),
+    plant("the parity of cut tiles is not flipped", "ragged", LOST, PRODUCER, "num_cut_++ & 1", "0"),
+    plant("one more warp releases a stage", "causal", STUCK, RING, "? kConsumerWarps",
+          "? kConsumerWarps + 1"),
+    plant("one warp less releases a stage", "causal", LOST, RING, "? kConsumerWarps",
+          "? kConsumerWarps - 1"),
+    plant("barriers made without a barrier of the block", "causal", ("race", "mbarrier"), PREFILL,
+          BLOCK, ""),
+    plant("K read before it is there", "causal", RACE, PREFILL,
+          "ptx::wait(ring_.full_keys(turn_), Parts::phase(turn_));", ""),
+    plant("V read before it is there", "causal", RACE, PREFILL,
+          "ptx::wait(ring_.full_values(before), Parts::phase(before));", ""),
+    plant("the last V read before it is there", "causal", RACE, PREFILL,
+          "ptx::wait(ring_.full_values(turn_ - 1), Parts::phase(turn_ - 1));", ""),
+    plant("Q read before it is there", "causal", RACE, PREFILL,
+          "ptx::wait(ring_.full_queries(group()), num_items & 1);", ""),
+    plant("Q announced before its copies are complete", "causal", RACE, PRODUCER,
+          "ptx::arrive_after_copies(", "ptx::arrive("),
+    plant("K copied over K in use", "causal", (*RACE, "mbarrier"), PRODUCER,
+          "ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);", ""),
+    plant("V copied over V in use", "causal", (*RACE, "mbarrier"), PRODUCER,
+          "ptx::wait(ring_.empty_values(turn_), Parts::phase(turn_) ^ 1);", ""),
+    plant("Q copied over Q in use", "causal", RACE, PRODUCER,
+          "ptx::wait(ring_.empty_queries(group), turn & 1 ^ 1);", ""),
+    plant("Q released before the output is packed", "causal", RACE, PREFILL,
+          "write_states(item, rows, softmax, o);\n    " + Q_FREE,
+          Q_FREE + "write_states(item, rows, softmax, o);"),
+    plant("rows cleared before V is there", "ragged", RACE, PRODUCER,
+          "ptx::wait(ring_.landed(), num_cut_++ & 1);", ""),
+    Mutant("V handed on before rows are cleared", "ragged", RACE,
+           ((PRODUCER, "cuts ? ring_.landed() :", "false ? ring_.landed() :", 0),
+            (PRODUCER, "ptx::wait(ring_.landed(), num_cut_++ & 1);",
+             "ptx::wait(ring_.full_values(turn_), Parts::phase(turn_));", 0),
+            (PRODUCER, "if (ptx::lane_index() == 0) ptx::arrive(ring_.full_values(turn_));", "", 0))),
+    # Turns of the two groups
+    plant("no first turn", "causal", STUCK, PREFILL, "if (kTakesTurns && group() == 1)", "if (false)"),
+    plant("one barrier for the turns of both groups", "causal", ("deadlock", "barrier"), PREFILL,
+          "return 1 + group;", "return 1;"),
+    plant("a barrier that no group waits for", "causal", STUCK, PREFILL,
+          "ptx::arrive_named(turn_of(0)", "ptx::arrive_named(turn_of(2)"),
+    plant("a turn is passed to the own group", "causal", ("deadlock", "barrier"), PREFILL,
+          "turn_of(group() ^ 1)", "turn_of(group())"),
+    plant("a turn is for one group", "causal", STUCK, PREFILL,
+          "kTurnThreads = 2 * ptx::kGroupThreads", "kTurnThreads = ptx::kGroupThreads"),
+    # Records
+    plant("a record read before it is there", "causal", RACE, PREFILL,
+          "ptx::wait(ring_.full_keys(turn_), Parts::phase(turn_));\n    return ring_.read_record(turn_);",
+          "const TileRecord r = ring_.read_record(turn_);\n    ptx::wait(ring_.full_keys(turn_), Parts::phase(turn_));\n    return r;"),
+    plant("a record overwritten while lanes read it", "proven empty", RACE, RING,
+          "__syncwarp();  // before one lane", "// before one lane"),
+    plant("the record of another stage", "causal", RACE, PREFILL, "ring_.read_record(turn_)",
+          "ring_.read_record(turn_ + 1)"),
+    plant("the last tile of a run is the item's last", "causal", LOST, PRODUCER, "last && last_run",
+          "last"),
+    plant("no tile is the last", "causal", LOST, PRODUCER, "last && last_run", "false"),
+    plant("masked tiles are full", "causal", VALUES, RING, "const uint32_t flags = r.tile.full |",
+          "const uint32_t flags = 1 |"),
+    plant("full tiles end a loop of masked ones late", "causal", VALUES, PREFILL,
+          "if (next.tile.full == kMasked) break;", ""),
+    plant("nothing is something", "no keys", LOST, PRODUCER, "{{0, 0, false}, true, true}",
+          "{{0, 0, false}, true, false}"),
+    # Operands
+    plant("stride and leading exchanged", "ragged 128", (*RACE, *VALUES), PRODUCTS,
+          "uint32_t leading_bytes, uint32_t stride_bytes", "uint32_t stride_bytes, uint32_t leading_bytes"),
+    plant("stride and leading of V exchanged", "ragged 128", VALUES, PRODUCTS,
+          "operand(v, VLayout::kPanelBytes, kPatternBytes)",
+          "operand(v, kPatternBytes, VLayout::kPanelBytes)"),
+    plant("no step of 32 bytes", "ragged 128", VALUES, PRODUCTS, "step % 4 * 32", "0"),
+    plant("no step of a panel", "ragged 128", (*VALUES, "descriptor"), PRODUCTS, "panel = step / 4,", "panel = 0,"),
+    plant("no step of keys", "ragged 128", VALUES, PRODUCTS, "step * 2 * kPatternBytes", "0"),
+    plant("V by steps of 8 keys", "ragged 128", VALUES, PRODUCTS, "step * 2 * kPatternBytes",
+          "step * kPatternBytes"),
+    plant("another swizzle of operands", "ragged 128", (*VALUES, "descriptor"), PRODUCTS,
+          "uint64_t{1} << 62", "uint64_t{2} << 62"),
+    plant("another swizzle of rows of Q", "ragged 128", VALUES, LAYOUT, "% 8 ^ (row & 7)", "% 8 ^ (row & 3)"),
+    plant("another swizzle of maps", "ragged 128", ("tensor map", *VALUES), MAPS, "map.swizzle = 3",
+          "map.swizzle = 2", host=True),
+    plant("tiles aligned to 512 bytes", "ragged 128", ("descriptor",), SOURCE,
+          "fajit::Kernel::run(params, panels)", "fajit::Kernel::run(params, panels + 512)",
+          more_shared=1024),
+    plant("Q of the first group for both", "ragged 128", RACE, PREFILL,
+          "group() * ptx::kGroupRows * kPanelRowBytes", "0"),
+    plant("scores are added to those before", "causal", (*VALUES, *NAN), PRODUCTS, "step != 0", "1"),
+    # Places
+    plant("head and row exchanged", "ragged 128", (*VALUES, *NAN), PRODUCER,
+          "panel * kPanelColumns, at, head, outer", "panel * kPanelColumns, head, at, outer"),
+    plant("head and page exchanged", "pages 128", (*VALUES, *NAN), PRODUCER,
+          "panel * kPanelColumns, at, head, outer", "panel * kPanelColumns, at, outer, head"),
+    plant("strides of rows and heads exchanged", "ragged 128", (*VALUES, *NAN, *BOUNDS), MAPS,
+          "2 * stride[2 - i]", "2 * stride[i == 0 ? 1 : i == 1 ? 2 : 0]", host=True),
+    plant("all panels are the first", "ragged 128", VALUES, PRODUCER, "panel * kPanelColumns,", "0,"),
+    plant("heads of V as K has them", "broadcast V", VALUES, PRODUCER,
+          "a_.v_stride[1] == 0 ? 0 : head", "head"),
+    plant("rows from the first request on", "ragged 128", (*VALUES, *NAN), PRODUCER,
+          "a_.kv_row0[item.request]", "0"),
+    plant("boxes of a whole tile for pages", "pages of 16", (*VALUES, *NAN), MAPS,
+          "Config::kPaged ? greatest_divisor", "false ? greatest_divisor", host=True),
+    plant("boxes behind the last page", "pages of 16", (*BOUNDS, *VALUES, *NAN), PRODUCER,
+          "at = min(at, place_.last_box);", ""),
+    plant("the next request's rows are not cleared", "ragged", NAN, PRODUCER,
+          "place_.first_row + tile.end < a_.kv_rows", "false"),
+    plant("unwritten slots are not cleared", "pages of 16", NAN, PRODUCER,
+          "Config::kPaged || place_", "place_"),
+    plant("one row is not cleared", "ragged", NAN, PRODUCER, "int i = first * kChunks",
+          "int i = (first + 1) * kChunks"),
+    plant("rows of one panel are cleared", "ragged 128", NAN, PRODUCER,
+          "kChunks = VLayout::kPanels * 8", "kChunks = 8"),
+    # The end
+    plant("the block ends before a copy", "causal", EXIT, PRODUCER, "        begin += kTileKv;\n        }\n      }\n    });",
+          """        begin += kTileKv;
+        }
+      }
+    });
+    ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);
+    if (ptx::lane_index() == 0) ptx::arrive_for_copies(ring_.full_keys(turn_), KLayout::kBytes);
+    copy<KLayout>(ring_.keys(turn_), params_.maps.k, ring_.full_keys(turn_), 0, 0, 0);"""),
+    plant("more registers than there are", "causal", STUCK, SOURCE, "kConsumerRegisters = 224",
+          "kConsumerRegisters = 232"),
+    plant("the output is not rescaled", "steep", VALUES, PREFILL, "if (moved) Softmax::multiply(o, factor);", ""),
+    plant("rows staged while they are written", "output_mod", RACE, PREFILL,
+          f"{LANES}\n      }}\n    }}", "}\n    }"),
+    plant("rows written while they are staged", "output_mod", RACE, PREFILL,
+          f"{LANES}\n        for (int r = first;", "for (int r = first;"),
+    plant("packed rows read while they are written", "causal", RACE, PREFILL,
+          f"if (packs) {{\n        {LANES}", "if (packs) {"),
+    plant("Q released while lanes read packed rows", "causal", RACE, PREFILL,
+          f"{LANES}\n  }}\n\n  const Context c_;", "}\n\n  const Context c_;"),
+)  # fmt: skip
+
+
+def changed(text: str, edit: Edit) -> str:
+    """The text with one edit."""
+    file, old, new, place = edit
+    parts = text.split(old)
+    count = len(parts) - 1
+    assert -count <= place < count, f"{file} has {count} times {old!r}"
+    at = place % count + 1
+    return old.join(parts[:at]) + new + old.join(parts[at:])
+
+
+def mutated_headers(mutant: Mutant, tmp_path: Path) -> Path:
+    """A copy of the include folder with the mutant's edits of headers."""
+    include = tmp_path / "include"
+    shutil.copytree(env.include_dir(), include)
+    for edit in mutant.edits:
+        header = include / "fajit/cuda" / edit[0]
+        if edit[0] != SOURCE:
+            header.write_text(changed(header.read_text(), edit))
+    return include
+
+
+def mutated_ptx(mutant: Mutant, include: Path, original: _C.Module) -> str:
+    """The PTX of the module's rendered source with the mutant's edits."""
+    source = Path(original.path).with_name(SOURCE).read_text()
+    for edit in mutant.edits:
+        if edit[0] == SOURCE:
+            source = changed(source, edit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env, "include_dir", lambda: include)
+        return ptx_of_source(source, TARGET)
+
+
+class MoreShared(programs.Program):
+    """A program whose launches have more shared memory."""
+
+    more = 0
+
+    def run(self, kernel: str, grid: Any, block: Any, shared_bytes: int, *rest: Any, **named: Any):  # type: ignore[no-untyped-def,override]
+        super().run(kernel, grid, block, shared_bytes + self.more, *rest, **named)
+
+
+def plant_in_programs(mutant: Mutant, include: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of modules become the mutant's."""
+    made: dict[str, programs.Program] = {}
+
+    def mutated(original: _C.Module) -> programs.Program:
+        if original.path not in made:
+            program = made[original.path] = MoreShared(mutated_ptx(mutant, include, original))
+            program.more = mutant.more_shared
+        return made[original.path]
+
+    monkeypatch.setattr(emulated, "program", mutated)
+
+
+def plant_in_artifacts(include: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Artifacts are compiled from the mutant's headers."""
+    library()  # of the emulator, which the other cache does not have
+    monkeypatch.setattr(env, "include_dir", lambda: include)
+    monkeypatch.setattr(entry, "sources_digest", functools.cache(entry.sources_digest.__wrapped__))
+    for loaded in ("_modules", "_taken", "_asked"):
+        monkeypatch.setattr(module.default, loaded, {})
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(cache))
+
+
+def outcome(mode: str, call: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a call in some order gives: the kind of its fault, "NaN", "wrong", or "" if it is
+    right."""
+    monkeypatch.setenv(COPIES, mode)
+    made = CALLS[call]()
+    try:
+        results = made.run()
+    except EmulatorFault as fault:
+        return fault.kind
+    if results[0].isnan().any():
+        return "NaN"
+    try:
+        made.check(results)
+    except AssertionError:
+        return "wrong"
+    return ""
+
+
+def outcomes(
+    mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, str]]:
+    """(mode, outcome) of the mutant's call in all modes."""
+    include = mutated_headers(mutant, tmp_path)
+    if mutant.host:
+        plant_in_artifacts(include, monkeypatch, tmp_path / "cache")
+    else:
+        plant_in_programs(mutant, include, monkeypatch)
+    for mode in MODES:
+        yield mode, outcome(mode, mutant.call, monkeypatch)
+
+
+@pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 5), ids=lambda m: m.name)
+def test_the_mutant_is_found(
+    mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = next((o for _, o in outcomes(mutant, tmp_path, monkeypatch) if o), "nothing")
+    assert found in mutant.found
+
+
+def kinds_that_run(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The tile kinds of programs from here on."""
+    kinds: set[str] = set()
+    program = emulated.program
+
+    def noted(original: _C.Module) -> programs.Program:
+        kinds.add(json.loads(original.description)["tile_kind"])
+        return program(original)
+
+    monkeypatch.setattr(emulated, "program", noted)
+    return kinds
+
+
+@pytest.mark.parametrize("call", rotation.chosen(list(CALLS), 12))
+def test_bits_depend_on_no_order(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = kinds_that_run(monkeypatch)
+    monkeypatch.setenv(COPIES, "late")
+    made = CALLS[call]()
+    first = made.run()
+    made.check(first)
+    assert "prefill_wgmma" in kinds
+    for mode in ("early", *(f"random:{seed}" for seed in SEEDS)):
+        monkeypatch.setenv(COPIES, mode)
+        for got, expected in zip(made.run(), first, strict=True):
+            assert torch.equal(got, expected), mode
