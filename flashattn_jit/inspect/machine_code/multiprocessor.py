@@ -15,15 +15,15 @@ operands do: shared memory gives 128 bytes a clock. ptxas keeps 12 to 18 clocks 
 128 to 192 columns, fewer than they take, and NVIDIA names WARPGROUP.ARRIVE and DEPBAR as where
 warps wait (forums.developer.nvidia.com/t/318492): so they are queued, at least a step's. With a
 queue of one instead, FlashAttention 3's loops are 0 to 11 % slower in the model. The clock under
-wgmma is published: about 1.6 GHz on an H800, which is an H100's multiprocessor (FlashMLA, "A Deep
-Dive Into the Flash MLA FP8 Kernel").
+wgmma is published: an H800 SXM5, whose multiprocessors are an H100's, throttles to about 1.6 GHz
+(FlashMLA, docs/20250422-new-kernel-deep-dive.md).
 
 `wgmma_delay` is an assumption. A product reads and writes accumulators of a register a clock, and
 each instruction that uses the same registers' ports is taken to delay it by one clock. Without it
 the model would give 1.14 to 1.53 times the published rates of FlashAttention 3, most at head_dim
 64; with it, and no figure fitted, 0.87 to 1.04 (`benchmarks/sass.py`). It was assumed in sight of
 these figures, and has no other evidence than that FP8 kernels gain from where their additions
-yield to products (DeepGEMM, "FFMA SASS interleaving").
+yield to products (DeepGEMM's README, "FFMA SASS interleaving").
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Multiprocessor:
 
     hmma: from one matrix instruction of a scheduler to its next one (16816 with fp32 accumulation;
     sm_75: 1688). wgmma: the same of a warpgroup's instruction, for each of its columns of B (16
-    deep). wgmma_latency: from there to the wait's end. wgmma_delay: by each instruction with operands
-    in registers that issues meanwhile. fma_pipes: FMA pipes of a scheduler, of 16
-    lanes each. l2_bytes: bytes per clock that it gets of the L2's bandwidth while all others read
-    too. copy_latency: of a copy from the L2. tma_latency: from a buffer's release to the arrival of
-    the copy into it, without the time of its bytes. clock_hz: under load. wgmma_clock_hz: under
-    that of wgmma.
+    deep). wgmma_latency: from there to the wait's end. wgmma_delay: by each instruction that issues
+    meanwhile and has operands in registers. fma_pipes: FMA pipes of a scheduler, of 16 lanes each.
+    l2_bytes: bytes per clock that it gets of the L2's bandwidth while all others read too.
+    copy_latency: of a copy from the L2. tma_latency: from a buffer's release to the arrival of the
+    copy into it, without the time of its bytes. clock_hz: under load. wgmma_clock_hz: under that
+    of wgmma.
     """
 
     hmma: float
