@@ -41,11 +41,18 @@ _TOKENS = 16384
 _REDUCED = 160  # queries and keys in a dry run: more rows than a tile has
 WINDOW = 1024
 DOCUMENTS = 12
+_WGMMA, _MMA_SYNC = ("prefill_wgmma", "sm_90a", 12), ("prefill", "sm_90", 4)
 SWEEP = {
-    64: ((128, 128, 2), (128, 64, 2), (128, 64, 1), (128, 32, 2)),
-    128: ((128, 64, 2), (128, 64, 1), (128, 32, 2), (64, 64, 2)),
-}
-"""By head_dim: rows, keys and stages of tiles, the planned one first."""
+    64: (
+        (_WGMMA, 192, 2), (_WGMMA, 128, 2), (_MMA_SYNC, 128, 2), (_MMA_SYNC, 64, 2),
+    ),
+    128: (
+        (_WGMMA, 160, 2), (_WGMMA, 128, 2), (_MMA_SYNC, 64, 2), (_MMA_SYNC, 64, 1),
+        (_MMA_SYNC, 32, 2),
+    ),
+}  # fmt: skip
+"""By head_dim: kind, target and warps of a kernel, keys and stages of its tile of 128 rows; the
+planned one first."""
 
 
 def compute(machine: Machine, rounds: int) -> Iterator[Measurement]:
@@ -175,11 +182,12 @@ def tile_rows(machine: Machine, rounds: int, head_dim: int, name: str) -> Iterat
     variant = {"full": None, "causal": fa.Causal(), "soft cap": fa.SoftCap(30.0)}[name]
     call = partial(fa.attention, q, k, v, variant, target=machine.target)
     runs, words = {}, {}
-    for rows, keys, stages in SWEEP[head_dim]:
-        tile = f"{rows} x {keys} s{stages}"
+    for (kind, target, warps), keys, stages in SWEEP[head_dim]:
+        tile = f"128 x {keys} s{stages} of {'wgmma' if kind == 'prefill_wgmma' else 'mma.sync'}"
         where = on_tile(
-            tile_kind="prefill", tile_q=rows, tile_kv=keys, num_warps=4, num_stages=stages
-        )
+            target=target, tile_kind=kind, tile_q=128, tile_kv=keys, num_warps=warps,
+            num_stages=stages,
+        )  # fmt: skip
         runs[tile], (spec,) = planned(call, where)
         words[tile] = kernel_words(spec)
     times = interleave(machine, runs, rounds)

@@ -267,8 +267,8 @@ def shares_well(spec: KernelSpec) -> bool:
 def step_down(spec: KernelSpec) -> tuple[KernelSpec, ...]:
     """The tiles that replace `spec`, in order, if its hooks make it spill.
 
-    They have its tile kind and at most its rows, so plans need no other change. Each leaves hooks
-    more registers than the previous one.
+    They have at most its rows, so plans need no other change; those of wgmma are followed by those
+    of mma.sync. Each leaves hooks more registers than the previous one.
     """
     tiles = ladder(spec, row_class(spec.tile_q), spec.tile_kind == "prefill_wgmma")
     shapes = [(t.tile_q, t.tile_kv, t.num_warps) for t in tiles]

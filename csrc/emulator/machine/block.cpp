@@ -224,6 +224,9 @@ uint8_t* Block::param_at(Warp& warp, int lane, uint64_t address, unsigned bytes)
   if (address + bytes > launch_.params.size())
     fault_at(warp, lane, "out of bounds", "an access outside the kernel's parameters",
              kParamWindow + address);
+  if (in_tensor_map(address))
+    fault_at(warp, lane, "tensor map", "a read of a tensor map, whose bytes are the driver's",
+             kParamWindow + address);
   for (const Variable& param : kernel().params) {
     if (address >= param.offset && address < param.offset + param.bytes && bytes > param.align) {
       fault_at(warp, lane, "misaligned",

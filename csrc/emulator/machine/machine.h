@@ -162,6 +162,7 @@ class Block {
   const uint8_t* shared_memory() const { return shared_.data(); }
   uint8_t* local_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* param_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
+  bool in_tensor_map(uint64_t param) const;  // which only copies may read
   uint8_t* at(Warp& warp, Space space, int lane, uint64_t address, unsigned bytes, Access access);
 
   void issue_copy(Warp& warp, const AsyncCopy& copy);

@@ -91,7 +91,7 @@ class Form:
 
     kind: "dense" ([B, H, S, D] all), "packed" ([N, H, D] all) or "paged" (q packed, k and v
     [pages, page_size, H, D]). rows_aligned: every row's start and end are multiples of 16 bytes
-    from the first row's start.
+    from the first row's start, and every key has a row of its own.
     """
 
     kind: str
@@ -212,7 +212,10 @@ def _form(
         (q.stride(), k.stride(), v.stride()),
         (q.dtype, k.dtype, v.dtype),
         q.device,
-        q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and all(_steps_aligned(t) for t in tensors),
+        q.shape[-1] % 8 == 0
+        and v.shape[-1] % 8 == 0
+        and all(_steps_aligned(t) for t in tensors)
+        and not any(_repeats_rows(kind, t) for t in (k, v)),
         (checks.extent(q), checks.extent(k), checks.extent(v)),
     )
     return forms.keep(signature, form)
@@ -244,6 +247,15 @@ def _steps_aligned(tensor: torch.Tensor) -> bool:
     return all(
         stride * item % 16 == 0 and stride * item < _LONGEST_STEP for stride in tensor.stride()[:-1]
     )
+
+
+def _repeats_rows(kind: str, tensor: torch.Tensor) -> bool:
+    """Whether keys share a row of memory: TMA has no stride of 0, other loads any.
+
+    Heads, and the requests of a dense tensor, may: they are not the rows of a copy.
+    """
+    row_dims = {"dense": (2,), "packed": (0,), "paged": (0, 1)}[kind]
+    return any(tensor.stride(d) == 0 and tensor.shape[d] > 1 for d in row_dims)
 
 
 # --- results --------------------------------------------------------------------------------------

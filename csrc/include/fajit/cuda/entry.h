@@ -44,7 +44,7 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
   params.divisors = KeyDivisors(*a);
   const int32_t parts = merge && blocks > 0 ? (a->max_merge_rows + kMergeRows - 1) / kMergeRows : 1;
   if constexpr (Config::kTensorMaps)
-    if (!merge && blocks > 0) params.maps = make_maps<Config>(*a);
+    if (!merge && blocks > 0) describe_keys<Config>(*a, params);
   fill_launch(entries[kernel], blocks > 0 ? static_cast<uint32_t>(blocks) : 0,
               static_cast<uint32_t>(parts), params, launch);
   if constexpr (Config::kTensorMaps) {

@@ -15,7 +15,8 @@ template <bool kTensorMaps>
 struct MapParams {};
 template <>
 struct MapParams<true> {
-  alignas(64) KvMaps maps;
+  alignas(64) KvMaps maps;      // as the driver encodes them: only TMA can read them
+  int32_t box_rows, num_boxes;  // rows of a box, boxes of a tile's panel
 };
 
 template <class Config, class Hooks>

@@ -11,7 +11,7 @@ constexpr int32_t greatest_divisor(int32_t a, int32_t b) {
 }
 
 // Rows of a box: those that a tile of keys and a page have in common, so that no box lies in two
-// pages. Tiles begin at multiples of it from the first stored key.
+// pages. The scheduler begins and cuts work at multiples of a tile's keys.
 template <class Config>
 int32_t box_rows(const fajit_args& a) {
   return Config::kPaged ? greatest_divisor(Config::kTileKv, a.page_size) : Config::kTileKv;
@@ -48,10 +48,13 @@ fajit_tensor_map tensor_map(const fajit_args& a, const void* base, const int64_t
   return map;
 }
 
+// Fills what kernels know of the storage of K and V.
 template <class Config>
-KvMaps make_maps(const fajit_args& a) {
-  return {tensor_map<Config>(a, a.k, a.k_stride, Config::kHeadDim),
-          tensor_map<Config>(a, a.v, a.v_stride, Config::kHeadDimV)};
+void describe_keys(const fajit_args& a, MapParams<true>& params) {
+  params.maps = {tensor_map<Config>(a, a.k, a.k_stride, Config::kHeadDim),
+                 tensor_map<Config>(a, a.v, a.v_stride, Config::kHeadDimV)};
+  params.box_rows = box_rows<Config>(a);
+  params.num_boxes = Config::kTileKv / params.box_rows;
 }
 
 }  // namespace fajit::cuda

@@ -27,13 +27,9 @@ class Producer {
 
  public:
   FAJIT_DEV Producer(const Params<Config, Hooks>& params, const Parts& ring)
-      : params_(params),
-        a_(params.args),
-        ring_(ring),
-        rows_(params.maps.k.box[1]),
-        boxes_(kTileKv / rows_) {}
+      : params_(params), a_(params.args), ring_(ring), rows_(params.box_rows) {}
 
-  // The keys and values of all items, by one warp.
+  // The keys and values of all items, by one warp: the values of a tile after the keys of the next.
   FAJIT_DEV void send_tiles() {
     const Context c = params_.context();
     for_each_item(a_, ring_, [&](const fajit_work& item) {
@@ -45,19 +41,24 @@ class Producer {
         send_nothing();
         return;
       }
+      KvTile before{0, 0, false};
 #pragma unroll 1
       for (;;) {
         const KvRun run = walk.take_run();
         if (!run.valid()) break;
         const bool last_run = walk.found_begin() < 0;
+        bool more = true;
 #pragma unroll 1
-        for (int32_t begin = run.begin;;) {
-          const bool last = run.end - begin <= kTileKv;
-          send({{begin, cut(begin, kTileKv, run.end), run.full}, last && last_run, false});
-          if (last) break;
-          begin += kTileKv;
+        for (int32_t begin = run.begin; more; begin += kTileKv) {
+          more = run.end - begin > kTileKv;
+          const KvTile tile{begin, cut(begin, kTileKv, run.end), run.full};
+          send_keys({tile, !more && last_run, false});
+          if (before.valid()) send_values(before, turn_ - 1);
+          before = tile;
+          ++turn_;
         }
       }
+      send_values(before, turn_ - 1);
     });
   }
 
@@ -79,64 +80,65 @@ class Producer {
       ptx::arrive_after_copies(ring_.full_queries(group));
       ++turn;
     });
+    if (turn > 0) ptx::wait(ring_.full_queries(group), turn & 1 ^ 1);  // its copies have ended
   }
 
  private:
   // Where the keys of an item are: coordinates of the tensor maps (column, row, head, request or
   // page). A coordinate along a dim that is broadcast is 0.
   struct Place {
-    int32_t first_row;  // that of position 0; with pages, minus the first stored position
+    int32_t first_row;  // that of position 0; 0 with pages
     int32_t pages;      // the first entry of the page table
     int32_t k_head, v_head, k_request, v_request;
-    int32_t last_box;  // with pages: stored position of the first row of the last box with a key
+    int32_t last_box;  // with pages: position of the first row of the last box with a key
   };
+  // Requests store all of their keys: those of cascades, which do not, have mixed rows.
   FAJIT_DEV Place place_of(const fajit_work& item) const {
     const int32_t head = item.head_begin / params_.context().group_size();
-    const int32_t stored = a_.kv_first == nullptr ? 0 : a_.kv_first[item.request];
     Place place{};
-    place.first_row = (Config::kPaged ? 0 : a_.kv_row0[item.request]) - stored;
+    place.first_row = Config::kPaged ? 0 : a_.kv_row0[item.request];
     place.pages = Config::kPaged ? a_.page_indptr[item.request] : 0;
     place.k_head = a_.k_stride[1] == 0 ? 0 : head;
     place.v_head = a_.v_stride[1] == 0 ? 0 : head;
     place.k_request = a_.k_stride[0] == 0 ? 0 : item.request;
     place.v_request = a_.v_stride[0] == 0 ? 0 : item.request;
-    if constexpr (Config::kPaged)
-      place.last_box = (a_.kv_len[item.request] - stored - 1) / rows_ * rows_;
+    if constexpr (Config::kPaged) place.last_box = (a_.kv_len[item.request] - 1) / rows_ * rows_;
     return place;
   }
 
-  FAJIT_DEV void send(const TileRecord& record) {
-    const KvTile& tile = record.tile;
-    const int32_t row = place_.first_row + tile.begin;
+  FAJIT_DEV void send_keys(const TileRecord& record) const {
+    const uint32_t full = ring_.full_keys(turn_);
     ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);
     if (ptx::lane_index() == 0) {
       ring_.write_record(turn_, record);
-      ptx::arrive_for_copies(ring_.full_keys(turn_), KLayout::kBytes);
+      ptx::arrive_for_copies(full, KLayout::kBytes);
     }
     __syncwarp();
-    copy<KLayout>(ring_.keys(turn_), params_.maps.k, ring_.full_keys(turn_), row, place_.k_head,
-                  place_.k_request);
-    ptx::wait(ring_.empty_values(turn_), Parts::phase(turn_) ^ 1);
+    copy<KLayout>(ring_.keys(turn_), params_.maps.k, full, place_.first_row + record.tile.begin,
+                  place_.k_head, place_.k_request);
+  }
+
+  FAJIT_DEV void send_values(const KvTile& tile, uint32_t turn) {
+    ptx::wait(ring_.empty_values(turn), Parts::phase(turn) ^ 1);
     // Whether rows of the boxes are in the tensor, but no keys of the request.
     const bool cuts = tile.end - tile.begin < kTileKv &&
                       (Config::kPaged || place_.first_row + tile.end < a_.kv_rows);
-    const uint32_t barrier = cuts ? ring_.landed() : ring_.full_values(turn_);
+    const uint32_t barrier = cuts ? ring_.landed() : ring_.full_values(turn);
     if (ptx::lane_index() == 0) ptx::arrive_for_copies(barrier, VLayout::kBytes);
     __syncwarp();
-    copy<VLayout>(ring_.values(turn_), params_.maps.v, barrier, row, place_.v_head,
-                  place_.v_request);
-    if (cuts) {
-      ptx::wait(ring_.landed(), num_cut_++ & 1);
-      clear_rows(tile.end - tile.begin);
-    }
-    ++turn_;
+    copy<VLayout>(ring_.values(turn), params_.maps.v, barrier, place_.first_row + tile.begin,
+                  place_.v_head, place_.v_request);
+    if (!cuts) return;
+    ptx::wait(ring_.landed(), num_cut_++ & 1);
+    clear_rows(tile.end - tile.begin, turn);
+    if (ptx::lane_index() == 0) ptx::arrive(ring_.full_values(turn));
   }
 
   // Starts the copies of a tile's boxes. row: that of the tile's first key.
   template <class Layout>
   FAJIT_DEV void copy(uint32_t to, const fajit_tensor_map& map, uint32_t barrier, int32_t row,
                       int32_t head, int32_t request) const {
-    const int boxes = Config::kPaged ? boxes_ : 1;
+    const int boxes = Config::kPaged ? params_.num_boxes : 1;
 #pragma unroll 1
     for (int i = ptx::lane_index(); i < boxes * Layout::kPanels; i += 32) {
       const int panel = i % Layout::kPanels, first = i / Layout::kPanels * rows_;
@@ -154,10 +156,10 @@ class Producer {
     }
   }
 
-  // Writes zeros to the rows of V from `first` on, and hands the tile on.
-  FAJIT_DEV void clear_rows(int first) {
+  // Writes zeros to the rows of V from `first` on.
+  FAJIT_DEV void clear_rows(int first, uint32_t turn) const {
     unsigned char* const values =
-        ring_.shared + Parts::kVBegin + turn_ % Parts::kStages * VLayout::kBytes;
+        ring_.shared + Parts::kVBegin + turn % Parts::kStages * VLayout::kBytes;
     constexpr int kChunks = VLayout::kPanels * 8;
 #pragma unroll 1
     for (int i = first * kChunks + ptx::lane_index(); i < kTileKv * kChunks; i += 32)
@@ -165,7 +167,6 @@ class Producer {
           uint4{0, 0, 0, 0};
     ptx::fence_async_proxy();
     __syncwarp();
-    if (ptx::lane_index() == 0) ptx::arrive(ring_.full_values(turn_));
   }
 
   // The record of an item without tiles.
@@ -184,7 +185,7 @@ class Producer {
   const Params<Config, Hooks>& params_;
   const fajit_args& a_;
   const Parts ring_;
-  const int rows_, boxes_;  // of a box; of a tile's panel
+  const int rows_;  // of a box
   Place place_{};
   uint32_t turn_ = 0, num_cut_ = 0;
 };
