@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import flashattn_jit as fa
 from benchmarks.parts.measure import RESULTS, Run
+from benchmarks.parts.peer_code import FLASH_ATTENTION_2, LENGTHS
 from benchmarks.parts.planned_otherwise import clear_plans
-from benchmarks.sass import LENGTHS, read_peers
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.inspect.explanation.batch import launches_of
 from flashattn_jit.jit.module import default
@@ -65,7 +65,9 @@ def predicted_tflops(variant: str, head_dim: int, length: int) -> float | None:
 
 def predicted_peer_tflops(head_dim: int, causal: bool, length: int) -> float | None:
     """The same for FlashAttention 2's kernels."""
-    found = next(p for p in read_peers() if (p.head_dim, p.causal) == (head_dim, causal))
+    found = next(
+        p for p in FLASH_ATTENTION_2.read() if (p.head_dim, p.causal) == (head_dim, causal)
+    )
     return _at(found.call_tflops, length)
 
 

@@ -147,7 +147,7 @@ def compiled_target(target: str) -> str:
 
 
 def called_target(target: str) -> str:
-    """The target of calls that choose kernels of `target`: ``sm_90`` for ``sm_90a``, else itself."""
+    """The target of calls that choose kernels of `target`: ``sm_90`` for ``sm_90a``."""
     return architecture(target) if target in SPECIFIC_TARGETS else target
 
 

@@ -236,11 +236,17 @@ class BatchBase:
             limits.max_kv_len, options.head_dim, options.head_dim_v, options.device,
         )  # fmt: skip
         kernels = Kernels(replace(options, limits=limits))
-        pair = bound_kernels(
-            kernels, self._variant, dims, limits.max_pages > 0, q_block > 0, num_levels > 0
-        )
-        plan_options = kernels.plan_options(pair, options.num_kv_heads, num_levels)
-        return _C.BatchPlan.workspace_bound(native_kinds(pair), plan_options, q_block)
+        paged = limits.max_pages > 0
+
+        def bound(tma: bool) -> int:
+            pair = bound_kernels(
+                kernels, self._variant, dims, paged, q_block > 0, num_levels > 0, tma
+            )
+            plan_options = kernels.plan_options(pair, options.num_kv_heads, num_levels)
+            return _C.BatchPlan.workspace_bound(native_kinds(pair), plan_options, q_block)
+
+        # Pages of any size: those that TMA copies and others may have different kernels.
+        return max(bound(True), bound(False)) if paged else bound(True)
 
     # --- planning ---------------------------------------------------------------------------------
 

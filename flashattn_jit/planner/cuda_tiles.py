@@ -82,8 +82,12 @@ def _most_keys(spec: KernelSpec, widest: int) -> int:
         or architecture(spec.target) == "sm_100"
     ):
         return _MANY_KEYS
+    return _MANY_KEYS if _has_long_functions(spec) else 2 * _MANY_KEYS
+
+
+def _has_long_functions(spec: KernelSpec) -> bool:
     graphs = filter(None, map(spec.variant.hook, ("score_mod", "pointwise")))
-    return _MANY_KEYS if any(map(_long, graphs)) else 2 * _MANY_KEYS
+    return any(map(_long, graphs))
 
 
 def _long(graph: Graph) -> bool:
@@ -101,10 +105,10 @@ def _long(graph: Graph) -> bool:
 
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
 _WGMMA: tuple[tuple[int, tuple[Tile, ...]], ...] = (
-    (64, (Tile(128, 192, 12), Tile(128, 128, 12), Tile(64, 128, 8), Tile(64, 64, 8))),
-    (128, (Tile(128, 160, 12), Tile(128, 128, 12), Tile(64, 80, 8), Tile(64, 64, 8))),
-    (192, (Tile(128, 112, 12), Tile(128, 96, 12), Tile(64, 48, 8))),
-    (256, (Tile(128, 80, 12), Tile(128, 64, 12), Tile(64, 64, 8))),
+    (64, (*(Tile(128, n, 12) for n in (192, 128, 64)), Tile(64, 128, 8), Tile(64, 64, 8))),
+    (128, (*(Tile(128, n, 12) for n in (160, 128, 64)), Tile(64, 80, 8), Tile(64, 64, 8))),
+    (192, (*(Tile(128, n, 12) for n in (112, 96, 64)), Tile(64, 48, 8))),
+    (256, (*(Tile(128, n, 12) for n in (80, 64)), Tile(64, 64, 8))),
 )
 """Tiles of wgmma kernels by the larger head dim, in order of preference: two groups of 64 rows and
 a producer, or one. Shared memory bounds the keys: two stages of K and V."""
@@ -192,11 +196,12 @@ def _with(spec: KernelSpec, tile: Tile, kind: TileKind) -> KernelSpec:
 
 
 def _wgmma_tiles(spec: KernelSpec, rows: int) -> list[KernelSpec]:
-    """The wgmma tiles of a row class: of its rows alone, or, where there is none, of fewer."""
+    """The wgmma tiles of a row class."""
     widest = max(spec.head_dim, spec.head_dim_v)
     tiles = next(tiles for bound, tiles in _WGMMA if widest <= bound)
+    most = _MANY_KEYS if _has_long_functions(spec) else 256
     on = replace(spec, target=WGMMA_TARGET[architecture(spec.target)])
-    return [_with(on, t, "prefill_wgmma") for t in tiles if t.tile_q == rows]
+    return [_with(on, t, "prefill_wgmma") for t in tiles if t.tile_q == rows and t.tile_kv <= most]
 
 
 def with_stages(spec: KernelSpec) -> KernelSpec:

@@ -22,7 +22,8 @@ warmed.
 On CUDA each kernel also exists with `unaligned`, for tensors whose rows do not all start at
 multiples of 16 bytes; if a head dim is no multiple of 8 there is only that one. So all formats of a
 variant are 6 kernels on a CPU target and 42 on a CUDA one (21 if a head dim is no multiple of 8),
-dense alone 2 and 6. The last three formats have variants composed from the user's:
+dense alone 2 and 6; on sm_90 two more, of `mma.sync`, for pages whose size is not a multiple of 8.
+The last three formats have variants composed from the user's:
 `deploy/wanted/compositions.py`. `BatchAttention.workspace_bytes` requests the kernels of ragged or
 of paged keys on a CUDA target, whatever the sparsity. So does a cascade of one level, in a step
 that shares nothing: those kernels are listed with `cascade`, and added to recorded kernels of lists

@@ -510,7 +510,9 @@ def least_part(spec: KernelSpec) -> int:
     """
     if not is_cuda(spec.target):
         return _CPU_LEAST_PART
-    return spec.tile_kv if spec.tile_kind == "few_row" else max(_CUDA_LEAST_PART, spec.tile_kv)
+    if spec.tile_kind == "few_row":
+        return spec.tile_kv
+    return -(-_CUDA_LEAST_PART // spec.tile_kv) * spec.tile_kv
 
 
 # --- kernel requests -----------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""The table of predicted clocks of kernels. `python -m tests.cuda.cycles` writes it: two minutes.
+"""The table of predicted clocks of kernels. `python -m tests.cuda.cycles` writes it: three minutes.
 
 cycles.json has, for some variants, targets and head dims, the tile of the prefill kernel and the
 clocks that the model of machine code gives one turn of its loop (`flashattn_jit/inspect/
-machine_code`). They depend on the compiler, whose release the table names.
+machine_code`). They depend on the compiler, whose release the table names. Rows of sm_90 are
+kernels of mma.sync, which serve what TMA cannot copy; those of sm_90a are kernels of wgmma.
 """
 
 from __future__ import annotations
@@ -12,21 +13,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flashattn_jit.codegen.targets import architecture
 from flashattn_jit.inspect.machine_code.report import machine_code
+from flashattn_jit.planner.cuda_tiles import ROW_CLASSES, WGMMA_TARGET, with_tile
 from flashattn_jit.planner.devices import typical_hardware
 from tests.cuda.digests import nvcc_release
 from tests.cuda.kernels import specs
 
 TABLE = Path(__file__).with_name("cycles.json")
 VARIANTS = ("plain", "causal", "alibi", "sliding_window", "soft_cap", "soft_cap_approximate")
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90")
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 HEAD_DIMS = (64, 128, 256)
 KERNELS = [(v, t, d) for d in HEAD_DIMS for t in TARGETS for v in VARIANTS]
 
 
 def predicted(name: str, target: str, head_dim: int) -> dict[str, Any]:
     """The tile of a variant's kernel for many rows, and the clocks of its loops."""
-    spec = max(specs(name, target, (head_dim, head_dim)), key=lambda s: s.tile_q)
+    spec = max(specs(name, architecture(target), (head_dim, head_dim)), key=lambda s: s.tile_q)
+    if target in WGMMA_TARGET:
+        spec = with_tile(spec, ROW_CLASSES[-1], tma=False)
     code = machine_code(spec, typical_hardware(target))
     taken = code.spec
     return {

@@ -18,6 +18,7 @@ from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.compilation.ptxas_report import Report, load_report
 from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.jit.module import load_stepping
+from flashattn_jit.planner.cuda_tiles import row_class, with_tile
 from flashattn_jit.planner.tiles import build_requests, fallbacks, kernels_by_rows
 from flashattn_jit.variants.ir.ir import VariantIR
 from flashattn_jit.variants.variant import Dims, as_variant
@@ -115,8 +116,14 @@ def specs(
 
 
 def spec_of(name: str, target: str, kind: TileKind) -> KernelSpec:
-    """The kernel of a case for many rows (the largest tile) or few."""
-    return next(spec for spec in specs(name, target) if spec.tile_kind == kind)
+    """The kernel of a case for many rows (the largest tile, on Hopper of wgmma) or few."""
+    few = kind == "few_row"
+    return next(spec for spec in specs(name, target) if (spec.tile_kind == "few_row") == few)
+
+
+def by_mma_sync(spec: KernelSpec) -> KernelSpec:
+    """The kernel that the planner takes instead of one of wgmma; others as they are."""
+    return with_tile(spec, row_class(spec.tile_q), tma=False)
 
 
 def compiled(spec: KernelSpec) -> Compiled:

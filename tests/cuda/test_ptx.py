@@ -18,6 +18,7 @@ from tests.cuda.kernels import (
     KINDS,
     PLAIN,
     SAME_PTX,
+    by_mma_sync,
     compiled,
     on_target,
     ptx_of,
@@ -114,7 +115,7 @@ def test_positions_are_divided_by_multiplication() -> None:
 
 @pytest.mark.parametrize("target", EMULATED)
 def test_ptx_names_sources_by_logical_names(target: str) -> None:
-    text = ptx_of(spec_of("mix_gemma2", target, "prefill"))
+    text = ptx_of(by_mma_sync(spec_of("mix_gemma2", target, "prefill")))
     names = set(re.findall(r'\.file\s+\d+\s+"([^"]*)"', text))
     assert "fajit/cuda/mma_sync/prefill.h" in names
     assert "kernel.cu" in names

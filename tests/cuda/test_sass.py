@@ -11,7 +11,7 @@ from flashattn_jit.inspect.machine_code.disassembly import disassemble, nvdisasm
 from flashattn_jit.jit.compilation import cubin
 from flashattn_jit.jit.compilation.loops import JUMPS, count, loops
 from tests.cuda import cycles, digests
-from tests.cuda.kernels import KINDS, Compiled, compiled, spec_of, specs
+from tests.cuda.kernels import KINDS, Compiled, by_mma_sync, compiled, spec_of, specs
 from tests.harness import rotation
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +43,7 @@ def matrix_instructions(spec: KernelSpec) -> int:
 def test_attention_multiplies_on_matrix_units_and_loads_past_registers(
     target: str, kind: TileKind
 ) -> None:
-    kernel = compiled(spec_of("causal", target, kind))
+    kernel = compiled(by_mma_sync(spec_of("causal", target, kind)))
     opcodes = opcodes_of(kernel)["fajit_attention_kernel"]
     shape = "HMMA.1688.F32" if target == "sm_75" else "HMMA.16816.F32"
     matrix = [code for code in opcodes if code.startswith("HMMA")]

@@ -1,4 +1,4 @@
-"""Kernels for ``sm_90a`` need only its row in the table of CUDA targets."""
+"""Kernels for ``sm_100a`` need only its row in the table of CUDA targets."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def key(spec: KernelSpec) -> str:
 
 def test_its_kernel_is_keyed_and_compiled_for_the_suffix() -> None:
     spec = spec_of("causal", suffixed.TARGET, "few_row")
-    plain = spec_of("causal", "sm_90", "few_row")
+    plain = spec_of("causal", "sm_100", "few_row")
     assert spec == replace(plain, target=suffixed.TARGET)
     assert spec_from_document(spec.document()) == spec
     assert key(spec) != key(plain)
-    assert "-gencode=arch=compute_90a,code=sm_90a" in flags_for(spec.target)
+    assert "-gencode=arch=compute_100a,code=sm_100a" in flags_for(spec.target)
     kernel = compiled(spec)
-    assert ".target sm_90a\n" in kernel.ptx
+    assert ".target sm_100a\n" in kernel.ptx
     assert not kernel.report.complaints()
     artifact = kernel.folder / ARTIFACT
-    assert b"sm_90a" in b"".join(cubins(artifact.read_bytes()))
+    assert b"sm_100a" in b"".join(cubins(artifact.read_bytes()))
 
 
 def test_the_emulator_runs_it() -> None:

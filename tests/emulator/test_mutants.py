@@ -214,7 +214,7 @@ MUTANTS = (
            "if constexpr (kShifted) best[i] += shift[i];\n      best[i] = ptx::quad_max(best[i]);",
            "best[i] = ptx::quad_max(best[i]);\n      if constexpr (kShifted) best[i] += shift[i];",
            "biased"),
-    Mutant("the sum is not rescaled", SOFTMAX, "sum[i] *= rescale;", "", "prefill steep"),
+    Mutant("the sum is not rescaled", SOFTMAX, "sum[i] *= factor[i];", "", "prefill steep"),
     Mutant("heads of a group mixed up", "common/packed_rows.h",
            "item.head_begin + p - token * item.head_count", "item.head_begin", "prefill"),
 )  # fmt: skip

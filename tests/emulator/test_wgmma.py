@@ -287,10 +287,10 @@ def test_warpgroups_are_complete(threads: int) -> None:
     [
         ("m64n64k16", "m64n60k16", "expected a shape"),
         (", %w7, 1, 1, 1, 0, 0;", ", %w7, 1, 1, 1, 0;", "has 7 operands"),
-        (", %w7, 1, 1, 1, 0, 0;", ", %w7, 1, 0, 1, 0, 0;", "operand 4 is not 1 or -1"),
+        (", %w7, 1, 1, 1, 0, 0;", ", %w7, 1, 0, 1, 0, 0;", "the factor of A or of B is not 1"),
         (", %w7, 1, 1, 1, 0, 0;", ", %w7, 1, 1, 1, 2, 0;", "operand 6 is not a constant from 0 to"),
         ("%acc5, ", "%acc4, ", "an accumulator is named twice"),
-        ("%acc5, ", "", "D has another number of registers"),
+        ("%acc5, ", "", "operand 0 has 31 registers, not 32"),
         (".bf16.bf16", ".bf16.f16", "A and B must both be"),
     ],
 )

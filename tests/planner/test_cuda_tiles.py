@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import flashattn_jit as fa
 from flashattn_jit.codegen.budget import (
     MAX_REGISTERS,
-    accumulator_registers,
     ctas_per_sm,
     limits,
     padded,
@@ -22,13 +21,15 @@ from flashattn_jit.codegen.targets import (
     CUDA_TARGETS,
     EMULATED_TARGETS,
     architecture,
+    called_target,
     compiled_target,
 )
-from flashattn_jit.planner.cuda_tiles import ROW_CLASSES
+from flashattn_jit.planner.cuda_tiles import ROW_CLASSES, against_wgmma, spare_registers
 from flashattn_jit.planner.tiles import (
     Problem,
     candidates,
     choose,
+    choose_rows,
     fallbacks,
     kernels_by_rows,
     tile_kind,
@@ -59,8 +60,9 @@ def test_a_choice_is_reachable_and_fits(target, head_dim, head_dim_v, q_len, gro
     specs = kernels_by_rows(variant, (head_dim, head_dim_v), ("bfloat16",) * 3, target)
     assert len(specs) <= 8
     assert chosen.document() in {s.document() for s in specs}
-    assert chosen.target == compiled_target(target)
-    assert chosen.tile_kind == tile_kind(p.packed_rows, target, p.q_dtype)
+    assert called_target(chosen.target) == compiled_target(target)
+    kind = tile_kind(p.packed_rows, target, p.q_dtype)
+    assert chosen.tile_kind == kind or (chosen.tile_kind, kind) == ("prefill_wgmma", "prefill")
     for spec in (*specs, *fallbacks(chosen)):
         assert shared_bytes(spec) <= SHARED_PER_BLOCK[architecture(spec.target)] * KIB
 
@@ -70,7 +72,12 @@ def test_a_choice_is_reachable_and_fits(target, head_dim, head_dim_v, q_len, gro
 def test_a_tile_is_one_that_the_kernels_can_run(target, head_dim, head_dim_v, variant):
     for chosen in kernels_by_rows(variant, (head_dim, head_dim_v), ("float16",) * 3, target):
         for spec in (chosen, *fallbacks(chosen)):
-            assert spec.tile_kv % 16 == 0 and spec.num_warps in (1, 2, 4, 8)
+            assert spec.tile_kv % 16 == 0
+            if spec.tile_kind == "prefill_wgmma":
+                assert spec.target == "sm_90a" and spec.tile_kv <= 256 and spec.num_stages == 2
+                assert (spec.tile_q, spec.num_warps) in ((64, 8), (128, 12))
+                continue
+            assert spec.num_warps in (1, 2, 4, 8)
             if spec.tile_kind == "few_row":
                 assert spec.tile_q == 16 and spec.tile_kv == 16 * spec.num_warps
                 assert 2 <= spec.num_stages <= 4
@@ -88,7 +95,8 @@ def test_accumulators_fit_the_registers_that_the_tile_declares(
     target, head_dim, head_dim_v, variant
 ):
     for chosen in kernels_by_rows(variant, (head_dim, head_dim_v), ("float16",) * 3, target):
-        assert accumulator_registers(chosen) + 56 <= register_budget(chosen) <= MAX_REGISTERS
+        assert spare_registers(chosen) >= (30 if chosen.tile_kind == "prefill_wgmma" else 56)
+        assert register_budget(chosen) <= MAX_REGISTERS
         ctas = ctas_per_sm(chosen)
         assert ctas <= resident_by_shared(chosen.target, shared_bytes(chosen))
         threads = 32 * chosen.num_warps * ctas
@@ -101,8 +109,10 @@ def test_accumulators_fit_the_registers_that_the_tile_declares(
 def test_each_step_down_leaves_hooks_more_registers(target, head_dim, head_dim_v, rows, variant):
     chosen = choose(variant, problem(rows, head_dim, head_dim_v), target)
     steps = fallbacks(chosen)
-    assert all(s.tile_kind == chosen.tile_kind and s.tile_q <= chosen.tile_q for s in steps)
-    spare = [register_budget(s) - accumulator_registers(s) for s in (chosen, *steps)]
+    kinds = [s.tile_kind for s in (chosen, *steps)]
+    assert kinds == sorted(kinds, reverse=True)  # from wgmma to mma.sync, if it changes
+    assert all(s.tile_q <= chosen.tile_q for s in steps)
+    spare = [spare_registers(s) for s in (chosen, *steps)]
     assert spare == sorted(set(spare))
     assert all(fallbacks(step) == steps[i + 1 :] for i, step in enumerate(steps))
 
@@ -150,5 +160,33 @@ def test_head_dims_are_padded_to_what_matrix_instructions_take():
 )
 def test_long_functions_of_pairs_have_tiles_of_fewer_keys(score_mod, keys):
     ir = fa.variant(score_mod=score_mod).explain(dims={"num_q_heads": 2}).ir
-    assert choose(ir, problem(300, 64, 64), "sm_90").tile_kv == keys
-    assert choose(ir, problem(300, 128, 128), "sm_90").tile_kv == 64
+    assert choose(ir, problem(300, 64, 64), "sm_90", tma=False).tile_kv == keys
+    assert choose(ir, problem(300, 128, 128), "sm_90", tma=False).tile_kv == 64
+    for head_dim, most in ((64, 192), (128, 160)):
+        wgmma = choose(ir, problem(300, head_dim, head_dim), "sm_90")
+        assert wgmma.tile_kv == (64 if keys == 64 else most)
+
+
+CHANGED = VariantIR((), cpp=(("key_mod", "return;"),))
+
+
+@pytest.mark.parametrize(
+    ("variant", "head_dims", "features", "tma", "reason"),
+    [
+        (PLAIN, (128, 128), (), True, ""),
+        (PLAIN, (64, 256), ("paged", "block_mask"), True, ""),
+        (PLAIN, (128, 128), ("paged",), False, "not a multiple of 8"),
+        (PLAIN, (128, 128), ("unaligned",), True, "unaligned"),
+        (PLAIN, (128, 128), ("sparse",), True, "sparse"),
+        (PLAIN, (128, 128), ("paged", "mixed_rows"), True, "mixed_rows"),
+        (PLAIN, (56, 128), (), True, "below 64"),
+        (PLAIN, (128, 100), (), True, "not a multiple of 8"),
+        (CHANGED, (128, 128), (), True, "key_mod"),
+    ],
+)
+def test_what_is_not_computed_by_wgmma_says_why(variant, head_dims, features, tma, reason):
+    spec = choose_rows(variant, head_dims, ("float16",) * 3, "sm_90", 500, features, tma=tma)
+    assert spec.tile_kind == ("prefill" if reason else "prefill_wgmma")
+    assert reason in against_wgmma(spec, tma) and bool(against_wgmma(spec, tma)) == bool(reason)
+    few = choose_rows(variant, head_dims, ("float16",) * 3, "sm_90", 16, features)
+    assert few.tile_kind == "few_row"

@@ -122,7 +122,10 @@ def test_without_a_device_the_error_says_what_to_do():
 def test_slots_come_from_what_runs_out_first():
     h100 = named_hardware("H100")
     prefill, few = spec_for(4096, h100), spec_for(1, h100)
-    assert slots(prefill, h100).per_sm == 2 and slots(prefill, h100).total == 264
+    assert prefill.tile_kind == "prefill_wgmma"
+    assert slots(prefill, h100).per_sm == 1 and slots(prefill, h100).total == 132
+    two = choose(PLAIN, Problem((50,), (4096,), 1, 1, 128, 128, *("bfloat16",) * 3), "sm_90")
+    assert two.tile_q == 64 and slots(two, h100).per_sm == 2
     assert slots(few, h100).per_sm == 3 and slots(few, h100).limit == "shared memory"
     # 255 registers are handed out as 256, two warps to each quarter of the file.
     assert slots(few, h100, registers=255).per_sm == 2

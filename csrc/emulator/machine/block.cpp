@@ -153,16 +153,13 @@ uint8_t* Block::shared_inside(const Warp& warp, int lane, uint64_t address, unsi
   return shared_.data() + address;
 }
 
-uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
-  return shared_by(warp, lane, static_cast<uint32_t>(lane), address, bytes, access);
-}
-
-uint8_t* Block::shared_by(Warp& warp, int lane, uint32_t by, uint64_t address, unsigned bytes,
-                          Access access) {
+uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
+                          bool for_all_lanes) {
   const bool reads = access == Access::read;
   uint8_t* at = shared_inside(warp, lane, address, bytes, reads ? "a read" : "a write");
   if (track_) {
     const uint32_t offset = static_cast<uint32_t>(address);
+    const uint32_t by = for_all_lanes ? kAnyLane : static_cast<uint32_t>(lane);
     const Conflict conflict = reads ? history_.read(warp.index, by, warp.current, offset, bytes)
                                     : history_.write(warp.index, by, warp.current, offset, bytes,
                                                      access == Access::atomic);
@@ -170,10 +167,6 @@ uint8_t* Block::shared_by(Warp& warp, int lane, uint32_t by, uint64_t address, u
       report(warp, lane, conflict, reads ? "a read" : "a write");
   }
   return at;
-}
-
-uint8_t* Block::shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
-  return shared_by(warp, lane, kAnyLane, address, bytes, access);
 }
 
 void Block::report(const Warp& warp, int lane, const Conflict& conflict, const char* access) {

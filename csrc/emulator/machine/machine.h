@@ -43,8 +43,6 @@ enum class Access : uint8_t { read, write, atomic };
 
 enum class Wait : uint8_t { none, rendezvous, barrier, mbarrier, registers };
 
-inline constexpr uint32_t kOperandChunk = 16;  // bytes of an operand of wgmma that are adjacent
-
 struct AsyncCopy {
   uint8_t lane;
   uint8_t bytes, source_bytes;
@@ -158,9 +156,9 @@ class Block {
   // size.
   uint8_t* global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
                      unsigned align = 0);
-  uint8_t* shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
-  // A row of ldmatrix or stmatrix, which all lanes access.
-  uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
+  // for_all_lanes: a row of ldmatrix or stmatrix.
+  uint8_t* shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
+                     bool for_all_lanes = false);
   const uint8_t* shared_memory() const { return shared_.data(); }
   uint8_t* local_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* param_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
@@ -173,8 +171,7 @@ class Block {
 
   // warpgroups.cpp
   void execute_together(Warp& warp, const GroupEvent& event);
-  // chunks: the addresses of what it reads, in shared memory.
-  void issue_product(Warp& warp, const Insn& insn, Product product, const uint32_t* chunks);
+  void issue_product(Warp& warp, const Insn& insn, Product product);
   void wait_products(Warp& warp, uint64_t pending);  // groups that may still be in flight
 
   // The arrival of the lanes when the copies that they have issued are complete. counted: it is
@@ -229,6 +226,7 @@ class Block {
   // scheduler.cpp
   bool run_warp(Warp& warp);  // returns whether it made progress
   void leave(Warp& warp, uint32_t mask);
+  void wake(Warp& warp, Wait waits, uint32_t mbarrier = 0);  // the lanes that wait so
   void rendezvous(Warp& warp, const Insn& insn, uint32_t mask);
   void arrive(Warp& warp, const Insn& insn, uint32_t mask);
   void release(uint32_t barrier);
@@ -261,8 +259,6 @@ class Block {
   void finish_copy_arrival(size_t index);
   FaultInfo describe(const Warp& warp, int lane, const std::string& kind,
                      const std::string& detail) const;
-  uint8_t* shared_by(Warp& warp, int lane, uint32_t by, uint64_t address, unsigned bytes,
-                     Access access);
   uint8_t* shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes,
                          const char* access);
   void report(const Warp& warp, int lane, const Conflict& conflict, const char* access);
@@ -281,7 +277,7 @@ class Block {
   std::vector<Variable> variables_;  // shared variables; the dynamic array has its actual size
   Barrier barriers_[kBarriers];
   std::vector<Warpgroup> warpgroups_;
-  uint32_t free_registers_ = 0;  // for setmaxnreg.inc
+  int64_t free_registers_ = 0;  // for setmaxnreg.inc
   std::vector<Mbarrier> mbarriers_;
   std::vector<CopyArrival> copy_arrivals_;
   std::vector<BulkCopy> loads_, stores_;  // not yet complete, in order of issue

@@ -102,12 +102,7 @@ void Block::complete_phase(Mbarrier& mbarrier) {
   mbarrier.pending = mbarrier.expected;
   ++mbarrier.phase;
   // Who waits asks again, as threads may be resumed after a later phase.
-  for (Warp& warp : warps_)
-    for (int lane = 0; lane < kLanes; ++lane)
-      if (warp.wait[lane] == Wait::mbarrier && warp.barrier[lane] == index) {
-        warp.wait[lane] = Wait::none;
-        warp.blocked &= ~(1u << lane);
-      }
+  for (Warp& warp : warps_) wake(warp, Wait::mbarrier, index);
 }
 
 void Block::suspend(Warp& warp, uint32_t mask, const Mbarrier& mbarrier) {

@@ -184,17 +184,23 @@ Conflict SharedHistory::begin_async_read(uint32_t warp, uint32_t pc, uint32_t of
       if (kind != Conflict::Kind::none) return with_write(kind, at);
     }
     last = written;
-    if (races_) ++use_[at];
-    note_async_read(warp, pc, at);
   }
+  note_async_read(warp, pc, offset, bytes, 1);
   return result;
 }
 
 void SharedHistory::end_async_read(uint32_t warp, uint32_t pc, uint32_t offset, uint32_t bytes) {
-  for (uint32_t at = offset; at < offset + bytes; ++at) {
-    if (races_) --use_[at];
-    note_async_read(warp, pc, at);
-  }
+  note_async_read(warp, pc, offset, bytes, -1);
+}
+
+void SharedHistory::note_async_read(uint32_t warp, uint32_t pc, uint32_t offset, uint32_t bytes,
+                                    int change) {
+  const size_t index = static_cast<size_t>(warp) * bytes_ + offset;
+  std::fill_n(read_stamp_.begin() + static_cast<ptrdiff_t>(index), bytes,
+              states_[warp].clock << 6 | kAsyncLane);
+  std::fill_n(read_pc_.begin() + static_cast<ptrdiff_t>(index), bytes, pc);
+  uint16_t* uses = use_.data() + offset;
+  for (uint32_t i = 0; races_ && i < bytes; ++i) uses[i] = static_cast<uint16_t>(uses[i] + change);
 }
 
 Conflict SharedHistory::begin_async_write(uint32_t warp, uint32_t lane, uint32_t pc,

@@ -128,11 +128,8 @@ class SharedHistory {
   Conflict with_write(Conflict::Kind kind, uint32_t at) const;  // with the last write of a byte
   Conflict with_use(uint32_t at) const;  // with the asynchronous operation that uses a byte
   Conflict::Kind conflict(uint32_t warp, uint32_t lane, uint32_t agent, uint32_t stamp) const;
-  void note_async_read(uint32_t warp, uint32_t pc, uint32_t at) {
-    const size_t index = static_cast<size_t>(warp) * bytes_ + at;
-    read_stamp_[index] = states_[warp].clock << 6 | kAsyncLane;
-    read_pc_[index] = pc;
-  }
+  // Changes the number of asynchronous readers, by 1 or -1.
+  void note_async_read(uint32_t warp, uint32_t pc, uint32_t offset, uint32_t bytes, int change);
   // Joins what the lanes know into `clocks`, and their own accesses so far.
   void share(uint32_t warp, uint32_t lanes, Clocks& clocks);
 

@@ -40,16 +40,14 @@ void Block::run(uint32_t x, uint32_t y, uint32_t z) {
       alive = alive || warp.alive != 0;
       if (random() && draw(2) != 0) moved = complete_one() || moved;
     }
-    if (!alive) {
-      check_copies_at_end();
-      check_warpgroups_at_end();
-      return;
-    }
+    if (!alive) break;
     // Operations that complete late do so when nobody can go on without them.
     const bool stuck = !moved || polls_ != 0;
     polls_ = 0;
     if (stuck && !complete_one() && !moved) report_deadlock();
   }
+  check_copies_at_end();
+  check_warpgroups_at_end();
 }
 
 bool Block::complete_one() {
@@ -150,8 +148,13 @@ void Block::leave(Warp& warp, uint32_t mask) {
   check_copies_at_exit(warp, mask);
   warp.alive &= ~mask;
   // Lanes that wait in a rendezvous check again which lanes have not exited.
+  wake(warp, Wait::rendezvous);
+}
+
+void Block::wake(Warp& warp, Wait waits, uint32_t mbarrier) {
   for (int lane = 0; lane < kLanes; ++lane) {
-    if (warp.wait[lane] != Wait::rendezvous) continue;
+    if (warp.wait[lane] != waits) continue;
+    if (waits == Wait::mbarrier && warp.barrier[lane] != mbarrier) continue;
     warp.wait[lane] = Wait::none;
     warp.blocked &= ~(1u << lane);
   }

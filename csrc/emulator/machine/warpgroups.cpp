@@ -9,14 +9,21 @@ namespace {
 
 constexpr uint32_t kRegisters = 65536, kMostRegisters = 256;  // of a multiprocessor, of a thread
 
+// Registers of a wgmma: accumulators, and those of A, if it is in registers.
+uint32_t num_held(const Insn& insn) { return insn.count * 4u + (insn.slots[1] == kNoSlot ? 4 : 0); }
+
+const Product& in_flight(const Warp& warp, uint32_t serial) {
+  return warp.products.in_flight[serial - warp.products.in_flight.front().serial];
+}
+
 }  // namespace
 
 void Block::reset_warpgroups() {
   warpgroups_.assign((warps_.size() + kGroupWarps - 1) / kGroupWarps, Warpgroup{});
   free_registers_ = 0;
-  const size_t registers = kernel().uses.empty() ? 0 : kernel().register_words / kLanes;
   for (Warp& warp : warps_) {
-    warp.products.reset(registers);
+    warp.products = WarpProducts{};
+    warp.products.held.resize(kernel().held.size());
     warp.register_count =
         std::min(kRegisters / (num_threads_ * kernel().min_blocks) / 8 * 8, kMostRegisters);
   }
@@ -32,12 +39,13 @@ void Block::execute_together(Warp& warp, const GroupEvent& event) {
   uint32_t& executed = group.executed[warp.index % kGroupWarps];
   if (executed == group.events.size()) {
     group.events.push_back(event);
-  } else if (const GroupEvent& other = group.events[executed]; !(other == event)) {
+  } else if (const GroupEvent& other = group.events[executed]; other != event) {
+    const uint32_t pc = std::get<0>(other);
     fault(warp, 0, "warpgroup",
-          other.pc != event.pc
-              ? "another warp of the warpgroup executed the " + kernel().mnemonics[other.pc] +
-                    " at " + source_of(other.pc) + " instead"
-              : "another warp of the warpgroup executed it with another descriptor or scale-d");
+          "another warp of the warpgroup executed " +
+              (pc == warp.current
+                   ? "it with another descriptor or scale-d"
+                   : "the " + kernel().mnemonics[pc] + " at " + source_of(pc) + " instead"));
   }
   ++executed;
   const uint32_t* counts = group.executed;
@@ -52,7 +60,7 @@ void Block::check_warpgroups_at_end() {
     const Warpgroup& group = warpgroups_[i / kGroupWarps];
     const uint32_t executed = group.executed[i % kGroupWarps];
     if (executed == group.events.size()) continue;
-    warps_[i].current = group.events[executed].pc;
+    warps_[i].current = std::get<0>(group.events[executed]);
     fault(warps_[i], 0, "warpgroup",
           "warp " + std::to_string(i) +
               " ended without executing it, which another warp of the warpgroup did");
@@ -62,10 +70,8 @@ void Block::check_warpgroups_at_end() {
 // Products
 
 void Block::fault_held(const Warp& warp, uint32_t serial, const std::string& access) const {
-  const std::vector<Product>& products = warp.products.in_flight;
-  const Product& product = products[serial - products.front().serial];
   fault(warp, 0, "in flight",
-        access + " of the wgmma at " + source_of(product.pc) +
+        access + " of the wgmma at " + source_of(in_flight(warp, serial).pc) +
             ", which may still be running: a wait is missing");
 }
 
@@ -74,7 +80,9 @@ void Block::check_registers(Warp& warp) {
   const std::vector<uint32_t>& ends = kernel().uses_end;
   for (uint32_t i = warp.current == 0 ? 0 : ends[warp.current - 1]; i < ends[warp.current]; ++i) {
     const bool writes = (kernel().uses[i] & kWriteUse) != 0;
-    HeldRegister& held = products.held[(kernel().uses[i] & ~kWriteUse) / kLanes];
+    const uint32_t index = kernel().uses[i] / kLanes;
+    if (!kernel().held[index]) continue;
+    HeldRegister& held = products.held[index];
     if (held.accumulating != 0)
       fault_held(warp, held.accumulating,
                  writes ? "a write of an accumulator" : "a read of an accumulator");
@@ -88,19 +96,17 @@ void Block::hold_registers(Warp& warp, const Insn& insn, uint32_t serial) {
   WarpProducts& products = warp.products;
   const uint32_t* slots = kernel().lists.data() + insn.list;
   const uint32_t accumulators = insn.count * 4u;
-  const uint32_t all = accumulators + (insn.slots[1] == kNoSlot ? 4 : 0);
   if (products.fences == 0)
     fault(warp, 0, "fence", "no wgmma.fence before the first wgmma of the warp");
   // Products with the same accumulators are performed in order; others may not share registers.
   const uint32_t before = products.held[slots[0] / kLanes].accumulating;
-  bool chained = before != 0;
-  if (chained) {
-    const Product& last = products.in_flight[before - products.in_flight.front().serial];
-    const Insn& other = kernel().code[last.pc];
+  bool chained = false;
+  if (before != 0) {
+    const Insn& other = kernel().code[in_flight(warp, before).pc];
     chained = other.count == insn.count &&
               std::equal(slots, slots + accumulators, kernel().lists.data() + other.list);
   }
-  for (uint32_t i = 0; i < all; ++i) {
+  for (uint32_t i = 0; i < num_held(insn); ++i) {
     HeldRegister& held = products.held[slots[i] / kLanes];
     const bool accumulates = i < accumulators;
     if (held.accumulating != 0 && !(accumulates && chained))
@@ -115,24 +121,23 @@ void Block::hold_registers(Warp& warp, const Insn& insn, uint32_t serial) {
   }
 }
 
-void Block::issue_product(Warp& warp, const Insn& insn, Product product, const uint32_t* chunks) {
+void Block::issue_product(Warp& warp, const Insn& insn, Product product) {
   WarpProducts& products = warp.products;
   product.pc = warp.current;
   product.serial = ++products.issued;
   product.group = products.committed;
   hold_registers(warp, insn, product.serial);
-  for (uint32_t i = 0; i < product.num_chunks; ++i) {
-    shared_inside(warp, 0, chunks[i], kOperandChunk, "a read by wgmma");
+  for (const uint32_t chunk : product.chunks) {
+    shared_inside(warp, 0, chunk, kOperandChunk, "a read by wgmma");
     if (!track_) continue;
     const Conflict conflict =
-        history_.begin_async_read(warp.index, warp.current, chunks[i], kOperandChunk);
+        history_.begin_async_read(warp.index, warp.current, chunk, kOperandChunk);
     if (conflict.kind != Conflict::Kind::none) report(warp, 0, conflict, "a read by wgmma");
   }
   // A delay of up to 1,023 instructions, with short and long ones equally likely.
   const Completion completion = launch_.options.completion;
   if (completion == Completion::random) product.due = products.steps + (1u << draw(11)) - 1;
-  products.in_flight.push_back(product);
-  products.chunks.insert(products.chunks.end(), chunks, chunks + product.num_chunks);
+  products.in_flight.push_back(std::move(product));
   products.drawing = completion == Completion::random;
   if (completion == Completion::early) perform_products(warp, products.in_flight.size());
 }
@@ -140,77 +145,56 @@ void Block::issue_product(Warp& warp, const Insn& insn, Product product, const u
 // Performs those that have not been, up to the first `count` of those in flight.
 void Block::perform_products(Warp& warp, size_t count) {
   WarpProducts& products = warp.products;
-  if (products.performed >= count) return;
-  const uint32_t* chunks = products.chunks.data();
-  for (size_t i = 0; i < count; chunks += products.in_flight[i++].num_chunks) {
-    const Product& product = products.in_flight[i];
-    if (i >= products.performed) product.perform(warp, kernel().code[product.pc], product, chunks);
+  for (; products.performed < count; ++products.performed) {
+    const Product& product = products.in_flight[products.performed];
+    product.perform(warp, kernel().code[product.pc], product);
   }
-  products.performed = count;
-  products.drawing = products.drawing && count < products.in_flight.size();
+  products.drawing = products.drawing && products.performed < products.in_flight.size();
 }
 
 void Block::step_products(Warp& warp) {
   WarpProducts& products = warp.products;
   ++products.steps;
-  size_t count = products.performed;
-  while (count < products.in_flight.size() && products.in_flight[count].due < products.steps)
-    ++count;
-  perform_products(warp, count);
+  while (products.drawing && products.in_flight[products.performed].due < products.steps)
+    perform_products(warp, products.performed + 1);
 }
 
 void Block::wait_products(Warp& warp, uint64_t pending) {
   WarpProducts& products = warp.products;
-  auto& in_flight = products.in_flight;
-  const auto covered = std::find_if(
-      in_flight.begin(), in_flight.end(),
-      [&](const Product& product) { return product.group + pending >= products.committed; });
-  const size_t count = static_cast<size_t>(covered - in_flight.begin());
-  if (count == 0) return;
+  auto& issued = products.in_flight;
+  const auto covered = std::find_if(issued.begin(), issued.end(), [&](const Product& product) {
+    return product.group + pending >= products.committed;
+  });
+  const size_t count = static_cast<size_t>(covered - issued.begin());
   perform_products(warp, count);
-  size_t num_chunks = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const Product& product = in_flight[i];
-    for (uint32_t j = 0; track_ && j < product.num_chunks; ++j)
-      history_.end_async_read(warp.index, product.pc, products.chunks[num_chunks + j],
-                              kOperandChunk);
-    num_chunks += product.num_chunks;
-    const Insn& insn = kernel().code[product.pc];
+  for (auto product = issued.begin(); product != covered; ++product) {
+    for (const uint32_t chunk : product->chunks)
+      if (track_) history_.end_async_read(warp.index, product->pc, chunk, kOperandChunk);
+    const Insn& insn = kernel().code[product->pc];
     const uint32_t* slots = kernel().lists.data() + insn.list;
-    for (uint32_t j = 0; j < insn.count * 4u + (insn.slots[1] == kNoSlot ? 4 : 0); ++j) {
-      HeldRegister& held = products.held[slots[j] / kLanes];
-      if (held.accumulating == product.serial) held.accumulating = 0;
-      if (held.reading == product.serial) held.reading = 0;
+    for (uint32_t i = 0; i < num_held(insn); ++i) {
+      HeldRegister& held = products.held[slots[i] / kLanes];
+      if (held.accumulating == product->serial) held.accumulating = 0;
+      if (held.reading == product->serial) held.reading = 0;
     }
   }
-  in_flight.erase(in_flight.begin(), covered);
-  products.chunks.erase(products.chunks.begin(),
-                        products.chunks.begin() + static_cast<ptrdiff_t>(num_chunks));
+  issued.erase(issued.begin(), covered);
   products.performed -= count;
 }
 
 // Register counts
 
 bool Block::set_register_count(Warp& warp, const Insn& insn) {
-  const uint32_t count = static_cast<uint32_t>(insn.immediate);
-  const bool increases = insn.mode != 0;
-  if (increases ? count < warp.register_count : count > warp.register_count)
+  const int64_t change = insn.immediate - int64_t{warp.register_count};
+  if (insn.mode != 0 ? change < 0 : change > 0)
     fault(warp, 0, "registers",
-          "to " + std::to_string(count) + " registers a thread, which has " +
+          "to " + std::to_string(insn.immediate) + " registers a thread, which has " +
               std::to_string(warp.register_count));
-  const uint32_t change = increases ? count - warp.register_count : warp.register_count - count;
-  if (increases && change * kLanes > free_registers_) return false;
-  execute_together(warp, {warp.current});
-  free_registers_ += (increases ? 0 - change : change) * kLanes;
-  warp.register_count = count;
-  if (increases) return true;
-  for (Warp& other : warps_) {  // those that wait for registers try again
-    for (int lane = 0; lane < kLanes; ++lane) {
-      if (other.wait[lane] != Wait::registers) continue;
-      other.wait[lane] = Wait::none;
-      other.blocked &= ~(1u << lane);
-    }
-  }
+  if (change * kLanes > free_registers_) return false;
+  execute_together(warp, {warp.current, false, 0, 0});
+  free_registers_ -= change * kLanes;
+  warp.register_count = static_cast<uint32_t>(insn.immediate);
+  for (Warp& other : warps_) wake(other, Wait::registers);  // they try again
   return true;
 }
 

@@ -6,42 +6,34 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 namespace fajit::emulator {
 
-inline constexpr uint32_t kGroupWarps = 4;
-
 struct Warp;
 struct Insn;
 
-// An instruction that all four warps must execute, with equal operands.
-struct GroupEvent {
-  uint32_t pc = 0;
-  bool accumulate = false;
-  uint64_t a = 0, b = 0;  // descriptors
+inline constexpr uint32_t kGroupWarps = 4;
+inline constexpr uint32_t kOperandChunk = 16;  // adjacent bytes of an operand in shared memory
 
-  bool operator==(const GroupEvent& other) const {
-    return pc == other.pc && accumulate == other.accumulate && a == other.a && b == other.b;
-  }
-};
+// What all four warps must execute: an instruction, scale-d, and the descriptors of A and B.
+using GroupEvent = std::tuple<uint32_t, bool, uint64_t, uint64_t>;
 
 struct Warpgroup {
   std::vector<GroupEvent> events;  // that not all four warps have executed
   uint32_t executed[kGroupWarps] = {};
 };
 
-// A wgmma of a warp that no wait has covered. Its operands in shared memory are 16-byte chunks.
+// A wgmma of a warp that no wait has covered.
 struct Product {
-  using Perform = void (*)(Warp& warp, const Insn& insn, const Product& product,
-                           const uint32_t* chunks);
-  Perform perform = nullptr;
+  void (*perform)(Warp& warp, const Insn& insn, const Product& product) = nullptr;
   bool accumulate = false;
   uint32_t pc = 0;
   uint32_t serial = 0;  // from 1
   uint32_t group = 0;   // number of groups committed before it
-  uint32_t num_chunks = 0;
   uint64_t due = 0;  // performed when the warp has run so many instructions with products in flight
+  std::vector<uint32_t> chunks;  // addresses of its operands in shared memory
 };
 
 // A register that is an accumulator or an A operand of some wgmma of the kernel.
@@ -54,24 +46,11 @@ struct HeldRegister {
 
 struct WarpProducts {
   std::vector<Product> in_flight;  // in order of issue
-  std::vector<uint32_t> chunks;    // of all of them
   size_t performed = 0;            // of those in flight, the first ones
   bool drawing = false;            // some will be performed at a drawn moment
   uint64_t steps = 0;
-  uint32_t issued = 0, committed = 0;
-  uint32_t fences = 0;
+  uint32_t issued = 0, committed = 0, fences = 0;
   std::vector<HeldRegister> held;  // by slot / 32
-
-  void reset(size_t registers);
 };
-
-inline void WarpProducts::reset(size_t registers) {
-  in_flight.clear();
-  chunks.clear();
-  performed = 0;
-  drawing = false;
-  issued = committed = fences = 0;
-  held.assign(registers, HeldRegister{});
-}
 
 }  // namespace fajit::emulator

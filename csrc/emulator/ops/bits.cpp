@@ -200,8 +200,7 @@ void decode_lop3(Decoder& d) {
   d.expect_operands(5);
   d.insn.slots[0] = d.destination(0, type);
   for (size_t i = 1; i < 4; ++i) d.insn.slots[i] = d.source(i, type);
-  if (d.operand(4).kind != Operand::Kind::integer) d.fail("the table must be a number");
-  d.insn.immediate = d.operand(4).bits;
+  d.insn.immediate = d.literal(4, 0, 255);
   d.insn.exec = logic3;
 }
 

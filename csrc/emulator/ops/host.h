@@ -7,7 +7,7 @@
 // Compiles the function for machines with FMA too; the loader selects one. The rest of the emulator
 // is baseline x86-64, so that a wheel runs anywhere.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
-#define FAJIT_CLONES __attribute__((target_clones("arch=haswell", "default")))
+#define FAJIT_CLONES __attribute__((target_clones("fma", "default")))
 #else
 #define FAJIT_CLONES
 #endif

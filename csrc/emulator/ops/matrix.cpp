@@ -6,14 +6,9 @@
 namespace fajit::emulator {
 namespace {
 
-FAJIT_CLONES void multiply(const float (&a)[16][16], const float (&b)[16][8], float (&c)[16][8],
-                           int k) {
-  multiply_rows(a, b, c, 8, k);
-}
-
 // list: the slots of D, A, B, C. mode: 1 for fp16 operands, 0 for bf16; count: k.
 // Word i of B's fragment holds column lane / 4, rows 2 (lane % 4), + 1 (+ 8 * i).
-void multiply_accumulate(Warp& warp, const Insn& insn, uint32_t) {
+FAJIT_CLONES void multiply_accumulate(Warp& warp, const Insn& insn, uint32_t) {
   const uint32_t* list = warp.block->kernel().lists.data() + insn.list;
   const int k = insn.count, num_a = k / 4, num_b = k / 8;
   const bool half = insn.mode != 0;
@@ -26,50 +21,42 @@ void multiply_accumulate(Warp& warp, const Insn& insn, uint32_t) {
       b[2 * (l % 4) + 8 * i + 1][l / 4] = to_element(words[l] >> 16, half);
     }
   }
-  read_c(warp, list + 4 + num_a + num_b, 4, c);
-  multiply(a, b, c, k);
-  write_c(warp, list, 4, c);
+  move_c<true>(warp, list + 4 + num_a + num_b, 4, c);
+  multiply_rows(a, b, c, 8, k);
+  move_c<false>(warp, list, 4, c);
 }
 
-// Lane 8 i + r holds the address of row r of matrix i.
-uint8_t* matrix_row(Warp& warp, const Insn& insn, int lane, Access access) {
+// Lane 8 i + r holds the address of row r of matrix i. Register i of lane l has elements 2 (l % 4),
+// + 1 of row l / 4, or, transposed (mode), column l / 4 of rows 2 (l % 4), + 1. count: matrices;
+// list: the slots.
+template <bool kLoads> void move_matrices(Warp& warp, const Insn& insn, uint32_t) {
   Block& block = *warp.block;
-  const uint64_t address = address_of(warp, insn, 1, lane);
-  return block.shared_row(warp, lane, block.shared_offset(warp, lane, insn.space, address), 16,
-                          access);
-}
-
-// Lane l has elements 2 (l % 4), + 1 of row l / 4, or, transposed (mode), column l / 4 of rows
-// 2 (l % 4), + 1. count: matrices; list: the slots.
-void load_matrices(Warp& warp, const Insn& insn, uint32_t) {
-  const uint32_t* list = warp.block->kernel().lists.data() + insn.list;
+  const uint32_t* list = block.kernel().lists.data() + insn.list;
   uint16_t rows[4][8][8];
-  for (int i = 0; i < 8 * insn.count; ++i)
-    std::memcpy(rows[i / 8][i % 8], matrix_row(warp, insn, i, Access::read), 16);
+  const auto for_rows = [&](auto body) {
+    for (int i = 0; i < 8 * insn.count; ++i) {
+      const uint64_t address = address_of(warp, insn, 1, i);
+      body(rows[i / 8][i % 8],
+           block.shared_at(warp, i, block.shared_offset(warp, i, insn.space, address), 16,
+                           kLoads ? Access::read : Access::write, true));
+    }
+  };
+  if (kLoads) for_rows([](uint16_t* row, const uint8_t* from) { std::memcpy(row, from, 16); });
   for (int i = 0; i < insn.count; ++i) {
     uint32_t* words = warp.words(list[i]);
     for (int l = 0; l < kLanes; ++l) {
       const int r = l / 4, c = 2 * (l % 4);
-      words[l] = insn.mode == 0 ? rows[i][r][c] | static_cast<uint32_t>(rows[i][r][c + 1]) << 16
-                                : rows[i][c][r] | static_cast<uint32_t>(rows[i][c + 1][r]) << 16;
+      uint16_t& low = insn.mode == 0 ? rows[i][r][c] : rows[i][c][r];
+      uint16_t& high = insn.mode == 0 ? rows[i][r][c + 1] : rows[i][c + 1][r];
+      if (kLoads) {
+        words[l] = low | static_cast<uint32_t>(high) << 16;
+      } else {
+        low = static_cast<uint16_t>(words[l]);
+        high = static_cast<uint16_t>(words[l] >> 16);
+      }
     }
   }
-}
-
-void store_matrices(Warp& warp, const Insn& insn, uint32_t) {
-  const uint32_t* list = warp.block->kernel().lists.data() + insn.list;
-  uint16_t rows[4][8][8];
-  for (int i = 0; i < insn.count; ++i) {
-    const uint32_t* words = warp.words(list[i]);
-    for (int l = 0; l < kLanes; ++l) {
-      const int r = l / 4, c = 2 * (l % 4);
-      (insn.mode == 0 ? rows[i][r][c] : rows[i][c][r]) = static_cast<uint16_t>(words[l]);
-      (insn.mode == 0 ? rows[i][r][c + 1] : rows[i][c + 1][r]) =
-          static_cast<uint16_t>(words[l] >> 16);
-    }
-  }
-  for (int i = 0; i < 8 * insn.count; ++i)
-    std::memcpy(matrix_row(warp, insn, i, Access::write), rows[i / 8][i % 8], 16);
+  if (!kLoads) for_rows([](const uint16_t* row, uint8_t* to) { std::memcpy(to, row, 16); });
 }
 
 void decode_matrices(Decoder& d, bool is_load) {
@@ -81,16 +68,11 @@ void decode_matrices(Decoder& d, bool is_load) {
   d.insn.space = d.accept_one({"shared", "shared::cta"}) >= 0 ? Space::shared : Space::generic;
   if (d.type() != Type::b16) d.fail("expected .b16");
   d.expect_operands(2);
-  const Operand& registers = d.operand(is_load ? 0 : 1);
-  std::vector<Operand> elements = registers.elements;
-  if (registers.kind != Operand::Kind::vector) elements = {registers};
-  if (elements.size() != d.insn.count) d.fail("has another number of registers");
   std::vector<uint32_t> slots;
-  for (const Operand& element : elements)
-    slots.push_back(is_load ? d.destination(element, Type::b32) : d.source(element, Type::b32));
+  d.add_registers(is_load ? 0 : 1, d.insn.count, Type::b32, is_load, slots);
   d.insn.list = d.add_list(slots);
   d.address(is_load ? 1 : 0, 1);
-  d.insn.exec = is_load ? load_matrices : store_matrices;
+  d.insn.exec = is_load ? move_matrices<true> : move_matrices<false>;
 }
 
 }  // namespace
@@ -106,17 +88,8 @@ void decode_mma(Decoder& d) {
   d.expect_operands(4);
   const size_t sizes[4] = {4, k / 4, k / 8, 4};
   std::vector<uint32_t> slots;
-  for (size_t i = 0; i < 4; ++i) {
-    const Operand& operand = d.operand(i);
-    const bool vector = operand.kind == Operand::Kind::vector;
-    const std::vector<Operand> elements = vector ? operand.elements : std::vector{operand};
-    if (elements.size() != sizes[i])
-      d.fail("operand " + std::to_string(i) + " has " + std::to_string(elements.size()) +
-             " registers, not " + std::to_string(sizes[i]));
-    for (const Operand& element : elements)
-      slots.push_back(i == 0 ? d.destination(element, Type::f32)
-                             : d.source(element, i == 3 ? Type::f32 : Type::b32));
-  }
+  for (size_t i = 0; i < 4; ++i)
+    d.add_registers(i, sizes[i], i % 3 == 0 ? Type::f32 : Type::b32, i == 0, slots);
   d.insn.list = d.add_list(slots);
   d.insn.mode = a == Type::f16;
   d.insn.count = static_cast<uint8_t>(k);

@@ -21,30 +21,27 @@ inline void read_a(const Warp& warp, const uint32_t* slots, int count, bool half
                    float (&a)[16][16]) {
   for (int i = 0; i < count; ++i) {
     const uint32_t* words = warp.words(slots[i]);
-    for (int l = 0; l < kLanes; ++l) {
-      float* at = &a[l / 4 + 8 * (i & 1)][2 * (l % 4) + 4 * (i & 2)];
-      at[0] = to_element(words[l] & 0xffff, half);
-      at[1] = to_element(words[l] >> 16, half);
-    }
+    for (int g = 0; g < 8; ++g)
+      for (int t = 0; t < 4; ++t, ++words) {
+        float* at = &a[g + 8 * (i & 1)][2 * t + 4 * (i & 2)];
+        at[0] = to_element(*words & 0xffff, half);
+        at[1] = to_element(*words >> 16, half);
+      }
   }
 }
 
-template <int kWidth>
-void read_c(const Warp& warp, const uint32_t* slots, int count, float (&c)[16][kWidth]) {
-  for (int i = 0; i < count; ++i) {
-    const uint32_t* words = warp.words(slots[i]);
-    for (int l = 0; l < kLanes; ++l)
-      c[l / 4 + 8 * (i >> 1 & 1)][8 * (i >> 2) + 2 * (l % 4) + (i & 1)] = bits_as<float>(words[l]);
-  }
-}
-
-template <int kWidth>
-void write_c(const Warp& warp, const uint32_t* slots, int count, const float (&c)[16][kWidth]) {
+// Copies a fragment of C between registers and memory.
+template <bool kReads, int kWidth>
+void move_c(const Warp& warp, const uint32_t* slots, int count, float (&c)[16][kWidth]) {
   for (int i = 0; i < count; ++i) {
     uint32_t* words = warp.words(slots[i]);
-    for (int l = 0; l < kLanes; ++l)
-      words[l] = bits_as<uint32_t>(
-          canonical(c[l / 4 + 8 * (i >> 1 & 1)][8 * (i >> 2) + 2 * (l % 4) + (i & 1)]));
+    for (int g = 0; g < 8; ++g) {
+      float* row = &c[g + 8 * (i >> 1 & 1)][8 * (i >> 2) + (i & 1)];
+      for (int t = 0; t < 4; ++t, ++words) {
+        if (kReads) row[2 * t] = bits_as<float>(*words);
+        else *words = bits_as<uint32_t>(canonical(row[2 * t]));
+      }
+    }
   }
 }
 

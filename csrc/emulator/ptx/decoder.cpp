@@ -124,27 +124,13 @@ void Decoder::decode_statement() {
   append(statement_->location, statement_->text_line, mnemonic());
 }
 
-// Keeps the uses of registers that are operands of some wgmma.
+// Marks the instructions that share a register with some wgmma.
 void Decoder::find_uses() {
-  std::vector<bool> held(kernel_.register_words / kLanes);
-  const auto for_uses = [&](auto body) {
-    for (size_t pc = 0, at = 0; pc < kernel_.code.size(); ++pc)
-      for (; at < kernel_.uses_end[pc]; ++at) body(kernel_.code[pc], pc, kernel_.uses[at]);
-  };
-  for_uses([&](const Insn& user, size_t, uint32_t use) {
-    if ((user.flags & kProduct) != 0) held[(use & ~kWriteUse) / kLanes] = true;
-  });
-  std::vector<uint32_t> kept, ends(kernel_.code.size());
-  for_uses([&](Insn& user, size_t pc, uint32_t use) {
-    if ((user.flags & kProduct) == 0 && held[(use & ~kWriteUse) / kLanes]) {
-      user.flags |= kSharesHeld;
-      kept.push_back(use);
-    }
-    ends[pc] = static_cast<uint32_t>(kept.size());
-  });
-  for (size_t pc = 1; pc < ends.size(); ++pc) ends[pc] = std::max(ends[pc], ends[pc - 1]);
-  kernel_.uses = std::move(kept);
-  kernel_.uses_end = std::move(ends);
+  kernel_.held.resize(kernel_.register_words / kLanes);
+  for (size_t pc = 0, at = 0; pc < kernel_.code.size(); ++pc)
+    for (; at < kernel_.uses_end[pc]; ++at)
+      if (kernel_.held[kernel_.uses[at] / kLanes] && (kernel_.code[pc].flags & kProduct) == 0)
+        kernel_.code[pc].flags |= kSharesHeld;
 }
 
 void Decoder::append(uint32_t location, uint32_t text_line, std::string mnemonic) {
@@ -154,6 +140,11 @@ void Decoder::append(uint32_t location, uint32_t text_line, std::string mnemonic
   kernel_.mnemonics.push_back(std::move(mnemonic));
   kernel_.uses.insert(kernel_.uses.end(), uses_.begin(), uses_.end());
   kernel_.uses_end.push_back(static_cast<uint32_t>(kernel_.uses.size()));
+  for (const uint32_t use : uses_) {
+    if ((insn.flags & kProduct) == 0) break;
+    kernel_.held.resize(std::max<size_t>(kernel_.held.size(), use / kLanes + 1));
+    kernel_.held[use / kLanes] = true;
+  }
   uses_.clear();
 }
 
@@ -362,6 +353,26 @@ uint32_t Decoder::address_base(const Operand& address, bool& wide) {
   wide = true;
   if (base.kind == Operand::Kind::integer) return constant(static_cast<uint64_t>(base.bits), true);
   return wide_source(base, base.kind == Operand::Kind::symbol ? Type::u64 : Type::u32, wide);
+}
+
+int64_t Decoder::literal(size_t index, int64_t least, int64_t most) const {
+  const Operand& found = operand(index);
+  if (found.kind != Operand::Kind::integer || found.bits < least || found.bits > most)
+    fail("operand " + std::to_string(index) + " is not a constant from " + std::to_string(least) +
+         " to " + std::to_string(most));
+  return found.bits;
+}
+
+void Decoder::add_registers(size_t index, size_t count, Type type, bool written,
+                            std::vector<uint32_t>& slots) {
+  const Operand& whole = operand(index);
+  const bool vector = whole.kind == Operand::Kind::vector;
+  const std::vector<Operand> elements = vector ? whole.elements : std::vector{whole};
+  if (elements.size() != count)
+    fail("operand " + std::to_string(index) + " has " + std::to_string(elements.size()) +
+         " registers, not " + std::to_string(count));
+  for (const Operand& element : elements)
+    slots.push_back(written ? destination(element, type) : source(element, type));
 }
 
 void Decoder::address(size_t index, int slot) {

@@ -61,6 +61,11 @@ class Decoder {
   uint32_t wide_source(const Operand& operand, Type type, bool& wide);
   uint32_t wide_destination(const Operand& operand, Type type, bool& wide);
   uint32_t constant(uint64_t bits, bool wide);
+  // The number in an operand, from `least` to `most`.
+  int64_t literal(size_t index, int64_t least, int64_t most) const;
+  // Appends the slots of an operand with `count` registers: {%r1, %r2}, or one without the braces.
+  void add_registers(size_t index, size_t count, Type type, bool written,
+                     std::vector<uint32_t>& slots);
 
   // [address]: slots[slot] becomes the base, insn.immediate the offset, kWideAddress is set.
   void address(size_t index, int slot);

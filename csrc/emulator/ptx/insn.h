@@ -73,9 +73,10 @@ struct Kernel {
   std::vector<uint32_t> locations;     // of each instruction, into `source_locations`
   std::vector<uint32_t> text_lines;    // of each instruction, in the PTX
   std::vector<std::string> mnemonics;  // of each instruction
-  // Slots of the 32-bit registers that an instruction accesses and that are operands of some wgmma,
-  // with kWriteUse; uses_end: the end of each instruction's.
+  // Slots of the 32-bit registers that an instruction accesses, with kWriteUse; uses_end: the end
+  // of each instruction's. held: by slot / 32, whether a register is an operand of some wgmma.
   std::vector<uint32_t> uses, uses_end;
+  std::vector<bool> held;
   std::vector<Location> source_locations;
   std::vector<Variable> params;
   std::vector<Variable> shared;                        // with offsets in the shared window

@@ -6,10 +6,24 @@ MUFU) and to the load and store unit that they share. Rates are those of the CUD
 (arXiv 2501.12084). Latencies are those of published micro-benchmarks, rounded (arXiv 1804.06826,
 2402.13499).
 
-One figure is fitted: the clock of sm_90, with which the model gives the published 370 TFLOP/s of
-FlashAttention 2 on an H100 (head_dim 128, no mask, 16384 queries and keys) for its machine code.
-Everything else that the model says about sm_90 is a prediction: `benchmarks/sass.py` compares it
-with the published figures. For other targets nothing is fitted and nothing was compared.
+One figure is fitted: the clock of sm_90 under mma.sync, with which the model gives the published
+370 TFLOP/s of FlashAttention 2 on an H100 (head_dim 128, no mask, 16384 queries and keys) for its
+machine code. For other targets nothing is fitted and nothing was compared.
+
+Of wgmma, m64nNk16 takes N / 2 clocks of a multiprocessor (4096 FLOP per clock), or more where its
+operands do: shared memory gives 128 bytes a clock. ptxas keeps 12 to 18 clocks between two of
+128 to 192 columns, fewer than they take, and NVIDIA names WARPGROUP.ARRIVE and DEPBAR as where
+warps wait (forums.developer.nvidia.com/t/318492): so they are queued, at least a step's. With a
+queue of one instead, FlashAttention 3's loops are 0 to 11 % slower in the model. The clock under
+wgmma is published: an H800 SXM5, whose multiprocessors are an H100's, throttles to about 1.6 GHz
+(FlashMLA, docs/20250422-new-kernel-deep-dive.md).
+
+`wgmma_delay` is an assumption. A product reads and writes accumulators of a register a clock, and
+each instruction that uses the same registers' ports is taken to delay it by one clock. Without it
+the model would give 1.14 to 1.53 times the published rates of FlashAttention 3, most at head_dim
+64; with it, and no figure fitted, 0.87 to 1.04 (`benchmarks/sass.py`). It was assumed in sight of
+these figures, and has no other evidence than that FP8 kernels gain from where their additions
+yield to products (DeepGEMM's README, "FFMA SASS interleaving").
 """
 
 from __future__ import annotations
@@ -22,6 +36,8 @@ from ...planner.devices import Device, typical_hardware
 from .disassembly import Instruction
 
 SCHEDULERS = 4
+SHARED_BYTES = 128
+"""What shared memory delivers in a clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +46,12 @@ class Multiprocessor:
 
     hmma: from one matrix instruction of a scheduler to its next one (16816 with fp32 accumulation;
     sm_75: 1688). wgmma: the same of a warpgroup's instruction, for each of its columns of B (16
-    deep), and the columns below which the operands' way from shared memory takes longer. fma_pipes: FMA pipes of a scheduler, of 16 lanes each. l2_bytes: bytes per clock
-    that it gets of the L2's bandwidth while all others read too. copy_latency: of a copy from the
-    L2. clock_hz: under load.
+    deep). wgmma_latency: from there to the wait's end. wgmma_delay: by each instruction that issues
+    meanwhile and has operands in registers. fma_pipes: FMA pipes of a scheduler, of 16 lanes each.
+    l2_bytes: bytes per clock that it gets of the L2's bandwidth while all others read too.
+    copy_latency: of a copy from the L2. tma_latency: from a buffer's release to the arrival of the
+    copy into it, without the time of its bytes. clock_hz: under load. wgmma_clock_hz: under that
+    of wgmma.
     """
 
     hmma: float
@@ -46,7 +65,10 @@ class Multiprocessor:
     barrier: int = 24
     branch: int = 8
     wgmma: float = 0.5
-    wgmma_latency: int = 64
+    wgmma_latency: int = 32
+    wgmma_delay: int = 1
+    tma_latency: int = 600
+    wgmma_clock_hz: float = 0.0
 
 
 _MULTIPROCESSORS = {
@@ -54,7 +76,7 @@ _MULTIPROCESSORS = {
     "sm_80": Multiprocessor(8, 1, 30, 300, 1.35e9),
     "sm_86": Multiprocessor(16, 2, 16, 300, 1.6e9),
     "sm_89": Multiprocessor(16, 2, 20, 350, 2.3e9),
-    "sm_90": Multiprocessor(6.36, 2, 28, 320, 1.747e9),
+    "sm_90": Multiprocessor(6.36, 2, 28, 320, 1.747e9, wgmma_clock_hz=1.6e9),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...codegen.budget import ctas_per_sm
+from ...codegen.budget import ctas_per_sm, warpgroup_registers
 from ...codegen.spec import KernelSpec
 from ...codegen.targets import architecture
 from ...errors import InputError
@@ -15,9 +15,10 @@ from ...jit.module import prepare_kernel
 from ...planner.devices import Device
 from ...planner.tiles import build_requests, fallbacks
 from ..table import si, table
-from .disassembly import disassemble
-from .multiprocessor import multiprocessor
-from .prediction import KernelModel, LoopCost
+from .disassembly import Instruction, disassemble
+from .multiprocessor import Multiprocessor, multiprocessor
+from .prediction import QUERY_START, KernelModel, LoopCost
+from .simulation import Ring
 
 ATTENTION = "fajit_attention_kernel"
 _COMPARED = "sm_90"
@@ -56,8 +57,8 @@ class MachineCode:
             turn, rate = cost.common, self.flops_per_s(cost)
             size = len(cost.loop.common)
             rows.append(
-                [str(n), str(size), f"{size / self._keys:.1f}", f"{turn.cycles:.0f}",
-                 f"{cost.longest.cycles:.0f}", f"{turn.binding} {turn.pipes[turn.binding]:.0%}",
+                [self._name(n), str(size), f"{size / self._keys:.1f}", f"{turn.cycles:.0f}",
+                 f"{cost.longest.cycles:.0f}", turn.bound_by,
                  si(rate, "FLOP/s"), f"{rate / self.device.matrix_flops:.0%}"]
             )  # fmt: skip
             stalls = sorted(turn.stalls.items(), key=lambda s: -s[1])
@@ -75,11 +76,10 @@ class MachineCode:
             if architecture(self.spec.target) == _COMPARED
             else (f"; its figures for {self.spec.target} were compared with no published ones")
         )
+        tile = f"{self.spec.tile_kind} {self.spec.tile_q} x {self.spec.tile_kv}"
         return "\n".join(
             [
-                f"{self.spec.tile_kind} {self.spec.tile_q} x {self.spec.tile_kv}, "
-                f"{self.model.blocks} blocks of {self.model.warps} warps a multiprocessor of "
-                f"{self.device.name}; simulated, not measured{known}",
+                f"{tile}, {self._blocks()}; simulated, not measured{known}",
                 self._registers(),
                 table(header, rows),
                 *lines,
@@ -94,13 +94,49 @@ class MachineCode:
             if used.spill_store_bytes
             else "no spills"
         )
-        return f"{used.registers} registers, {spilled}"
+        return f"{used.registers} registers{self._divided()}, {spilled}"
+
+    def _divided(self) -> str:
+        """How warpgroups with roles divide the registers, after the launch."""
+        produces, consumes = warpgroup_registers(self.spec) if self._wgmma else (0, 0)
+        if not consumes:
+            return ""
+        return f" at the launch, then {consumes} of a consumer and {produces} of the producer"
+
+    @property
+    def _wgmma(self) -> bool:
+        return self.spec.tile_kind == "prefill_wgmma"
+
+    def _blocks(self) -> str:
+        blocks, warps = self.model.blocks, self.model.warps
+        where = f"a multiprocessor of {self.device.name}"
+        if not self._wgmma:
+            return f"{blocks} blocks of {warps} warps {where}"
+        number = "1 block" if blocks == 1 else f"{blocks} blocks"
+        loading = self.spec.num_warps - warps
+        return f"{number} {where}: {warps} warps multiply, in groups of 4, and {loading} load"
+
+    def _name(self, n: int) -> str:
+        """Of a loop. Kernels of wgmma have one for full tiles and one for partial ones."""
+        if not self._wgmma or len(self.loops) != 2:
+            return str(n)
+        return f"{n}: {'full' if self.loops[n] == self.model.full else 'partial'} tiles"
 
     @property
     def _keys(self) -> int:
         """Keys of a tile that one warp multiplies."""
         split = self.spec.num_warps if self.spec.tile_kind == "few_row" else 1
         return self.spec.tile_kv // split
+
+
+def kernel_model(
+    spec: KernelSpec, code: tuple[Instruction, ...], machine: Multiprocessor
+) -> KernelModel:
+    """The model of an attention kernel of this project, with its tile."""
+    if spec.tile_kind != "prefill_wgmma":
+        return KernelModel(code, machine, ctas_per_sm(spec), spec.num_warps)
+    ring = Ring(2 * spec.num_stages, spec.tile_kv * (spec.head_dim + spec.head_dim_v))
+    return KernelModel(code, machine, ctas_per_sm(spec), spec.tile_q // 16, ring, QUERY_START)
 
 
 def machine_code(spec: KernelSpec, device: Device) -> MachineCode:
@@ -116,6 +152,6 @@ def machine_code(spec: KernelSpec, device: Device) -> MachineCode:
     obtained = prepare_kernel(build_requests(spec))
     taken = (spec, *fallbacks(spec))[obtained.tile]
     code = disassemble(obtained.found.read(ARTIFACT))[ATTENTION]
-    model = KernelModel(code, machine, ctas_per_sm(taken), taken.num_warps)
+    model = kernel_model(taken, code, machine)
     report = parse_report(obtained.found.read(RESOURCES))
     return MachineCode(taken, device, model, report.kernel(ATTENTION))

@@ -5,9 +5,10 @@ scoreboards that it waits for are down, and the pipe is free. Copies and loads t
 load and store unit in the order of their issue, and copies then at the L2. What it leaves out: the
 instruction cache, register banks, bank conflicts, misses of the L2, and power.
 
-Products of warpgroups (wgmma) run one after another on a scheduler's tensor core, and one waits
-there for it. Their tiles are taken as loaded: the producer's copies are not simulated. Where warps
-take turns by named barriers, the two warps of a scheduler do.
+Products of warpgroups (wgmma) are queued as they are issued, and a scheduler's tensor core computes
+its warps' part of them one after another; a warp waits for them at WARPGROUP.DEPBAR alone. Of the
+warpgroup that produces, the copies by TMA are simulated (`Ring`) and the instructions are not: they
+are few. Where warpgroups take turns by named barriers, each passes the turn to the next one.
 """
 
 from __future__ import annotations
@@ -18,12 +19,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ...errors import InputError
 from .disassembly import Instruction
-from .multiprocessor import SCHEDULERS, Multiprocessor, pipe_of, wavefronts, wgmma_columns
+from .multiprocessor import (
+    SCHEDULERS,
+    SHARED_BYTES,
+    Multiprocessor,
+    pipe_of,
+    wavefronts,
+    wgmma_columns,
+)
 
 _WARM_UP, _MEASURED = 4, 12
 _QUEUE = 8  # instructions of a scheduler that wait for the load and store unit
 _LEFT = re.compile(r"SB(\d), 0x([0-9a-f]+)")
+_THREADS = re.compile(r", 0x([0-9a-f]+)$")
 _PRODUCTS_LEFT = re.compile(r"gsb0, 0x([0-9a-f]+)")
 _PRODUCTS = 6  # where a warp keeps the groups of its wgmma, beside six scoreboards
 
@@ -32,8 +42,10 @@ _PRODUCTS = 6  # where a warp keeps the groups of its wgmma, beside six scoreboa
 class Turn:
     """What one turn of the loop costs when every resident block makes one.
 
-    cycles: clocks of the multiprocessor. pipes: the share of the clocks that each pipe is busy.
-    stalls: by cause, the share of a warp's clocks that it waits.
+    cycles: clocks of the multiprocessor. pipes: the share of the clocks that each pipe is busy;
+    with wgmma also shared memory ("shared": operands of products, and what TMA writes) and
+    "registers", by which other instructions hold up the tensor core. stalls: by cause, the share of
+    a warp's clocks that it waits.
     """
 
     cycles: float
@@ -42,8 +54,34 @@ class Turn:
 
     @property
     def binding(self) -> str:
-        """The busiest pipe."""
-        return max(self.pipes, key=lambda p: self.pipes[p])
+        """The busiest pipe. What other instructions take of the registers (see `Multiprocessor`)
+        counts as time of the tensor core."""
+        return max(self.pipes, key=self.busy)
+
+    def busy(self, pipe: str) -> float:
+        """The share of the clocks in which a pipe can take no other work."""
+        held = self.pipes.get("registers", 0.0) if pipe == "tensor" else 0.0
+        return self.pipes[pipe] + held
+
+    @property
+    def bound_by(self) -> str:
+        """The busiest pipe with its share, in words."""
+        held = self.pipes.get("registers", 0.0) if self.binding == "tensor" else 0.0
+        plus = f" + {held:.0%} registers" if held >= 0.005 else ""
+        return f"{self.binding} {self.pipes[self.binding]:.0%}{plus}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The buffers of a block that a producer fills by TMA, one tile of K or of V each.
+
+    Products that begin (WARPGROUP.ARRIVE) wait for the next tile, and the oldest one is free when
+    every warp has arrived on a barrier in shared memory (SYNCS.ARRIVE). buffers: of K and V
+    together. bytes: of a tile, as the L2 delivers them to one multiprocessor.
+    """
+
+    buffers: int
+    bytes: float
 
 
 @dataclass(slots=True)
@@ -60,17 +98,24 @@ class _Op:
     left: tuple[int, int] | None  # of DEPBAR.LE: scoreboard, groups that may be in flight
     columns: int  # of a wgmma, else 0
     clocks: float  # of the tensor core, for a product
+    operands: float  # of shared memory, for a wgmma
     ends_group: bool  # of a wgmma: the last one of its group
+    meets: bool  # of a barrier: waits for others
+    threads: int  # of a named barrier, else 0
     takes_turn: bool
     passes_turn: bool
+    takes_tile: bool
+    frees_tile: bool
 
 
 @dataclass(slots=True)
 class _Warp:
     """A warp: its next instruction and when it may issue. Of each scoreboard: when it is down, what
-    it waits for, when its groups of copies arrive. copied: when the copies so far arrive."""
+    it waits for, when its groups of copies arrive. copied: when the copies so far arrive. taken,
+    freed: tiles of the ring."""
 
     block: int
+    index: int  # in its block
     at: int = 0
     ready: float = 0.0
     down: list[float] = field(default_factory=lambda: [0.0] * 6)
@@ -79,33 +124,62 @@ class _Warp:
     copied: float = 0.0
     turns_given: list[float] = field(default_factory=list)
     parked: bool = False
+    taken: int = 0
+    freed: int = 0
     turns: int = 0
 
 
-def simulate(body: Sequence[Instruction], machine: Multiprocessor, blocks: int, warps: int) -> Turn:
+def simulate(
+    body: Sequence[Instruction],
+    machine: Multiprocessor,
+    blocks: int,
+    warps: int,
+    ring: Ring | None = None,
+) -> Turn:
     """Repeat `body` on every warp of `blocks` thread blocks of `warps` warps.
 
     The blocks start apart by equal parts of a turn. Each scheduler issues the instruction that can
     go first; of several, that of the warp with the fewest turns, then of the one that issued last.
+
+    ring: where the tiles of wgmma come from; without it, and in code that does not free as many
+    tiles as it takes, they are there.
+
+    Raises:
+        InputError: no warp can go on.
     """
-    return _Simulation(body, machine, blocks, warps).run()
+    return _Simulation(body, machine, blocks, warps, ring).run()
 
 
 class _Simulation:
     def __init__(
-        self, body: Sequence[Instruction], machine: Multiprocessor, blocks: int, warps: int
+        self,
+        body: Sequence[Instruction],
+        machine: Multiprocessor,
+        blocks: int,
+        warps: int,
+        ring: Ring | None,
     ) -> None:
         self._body = [_op(i, machine) for i in body]
-        if not any(o.passes_turn for o in self._body):
+        self._source = body
+        takes = any(o.takes_turn for o in self._body)
+        if not takes or not any(o.passes_turn for o in self._body):
             for o in self._body:
-                o.takes_turn = False
+                o.takes_turn = o.passes_turn = False
+        tiles = sum(o.takes_tile for o in self._body)
+        self._queued = any(o.columns for o in self._body)
+        self._ring = ring if tiles == sum(o.frees_tile for o in self._body) else None
+        self._filled: dict[tuple[int, int], float] = {}  # when a block's n-th tile has arrived
+        self._freed: dict[tuple[int, int], int] = defaultdict(int)  # by how many warps
+        if self._ring:
+            self._filled = {(b, n): 0.0 for b in range(blocks) for n in range(self._ring.buffers)}
         self._machine = machine
         self._warps_of_block = warps
         apart = max(1.0, sum(o.stall for o in self._body) / blocks)
-        self._warps = [_Warp(b, ready=b * apart) for b in range(blocks) for _ in range(warps)]
+        self._warps = [_Warp(b, i, ready=b * apart) for b in range(blocks) for i in range(warps)]
         self._of = [self._warps[s::SCHEDULERS] for s in range(SCHEDULERS)]
-        for first, *_ in filter(None, self._of):
-            first.turns_given.append(0.0)
+        for warp in self._warps:
+            if warp.index < SCHEDULERS:
+                warp.turns_given.append(0.0)
         pipes = {"tensor": 1, "fma": machine.fma_pipes, "alu": 1, "mufu": 1, "uniform": 1}
         self._free = [{p: [0.0] * n for p, n in pipes.items()} for _ in range(SCHEDULERS)]
         self._issued = [-1.0] * SCHEDULERS
@@ -113,7 +187,7 @@ class _Simulation:
         self._queue: list[list[float]] = [[] for _ in range(SCHEDULERS)]
         self._lsu = 0.0
         self._l2 = 0.0
-        self._arrived: dict[int, list[tuple[_Warp, float]]] = {}
+        self._arrived: dict[tuple[int, int], list[tuple[_Warp, float]]] = defaultdict(list)
         self._busy: dict[str, float] = defaultdict(float)
         self._stalls: dict[str, float] = defaultdict(float)
 
@@ -133,9 +207,11 @@ class _Simulation:
         heap = [(time, s) for s in range(SCHEDULERS) if self._of[s]]
         idle: list[int] = []
         while left:
+            if not heap:
+                raise InputError(f"the model cannot simulate a kernel: {self._why_none_goes_on()}")
             now, s = heapq.heappop(heap)
             choice = self._choose(s)
-            if choice is None:  # all its warps wait at a barrier
+            if choice is None:  # all its warps wait for others
                 idle.append(s)
                 continue
             time, warp, cause = choice
@@ -154,6 +230,11 @@ class _Simulation:
                 idle.clear()
         return time
 
+    def _why_none_goes_on(self) -> str:
+        at = (self._source[w.at - 1 if w.parked else w.at] for w in self._warps)
+        where = sorted({f"{i.opcode} {i.operands}".strip() for i in at})
+        return f"all its {len(self._warps)} warps wait for others, at {', '.join(where)}"
+
     def _choose(self, s: int) -> tuple[float, _Warp, str] | None:
         """When the scheduler issues next, of which warp, and what that warp waited for."""
         best: tuple[float, int, bool, _Warp, str] | None = None
@@ -163,6 +244,12 @@ class _Simulation:
             if warp.parked or op.takes_turn and not warp.turns_given:
                 continue
             time, cause = warp.ready, "fixed latency"
+            if op.takes_tile and self._ring:
+                filled = self._filled.get((warp.block, warp.taken))
+                if filled is None:
+                    continue
+                if filled > time:
+                    time, cause = filled, "tiles"
             if op.takes_turn and warp.turns_given[0] > time:
                 time, cause = warp.turns_given[0], "turn"
             for board in op.waits:
@@ -197,7 +284,7 @@ class _Simulation:
             case "mufu":
                 return free["mufu"][0] - 2 * self._machine.mufu
             case "tensor" if op.columns:
-                return free["tensor"][0] - op.clocks
+                return 0.0
             case pipe:
                 return min(free[pipe])
 
@@ -212,6 +299,8 @@ class _Simulation:
         self._busy["issue"] += 1 / SCHEDULERS
         warp.ready = time + max(1, op.stall)
         warp.at += 1
+        if op.pipe in _REGISTERS:
+            self._delay_products(s, time)
         done = self._execute(s, op, time)
         if op.write is not None and op.name != "LDGDEPBAR" and done > warp.down[op.write]:
             warp.down[op.write], warp.cause[op.write] = done, _CAUSES.get(op.pipe, op.pipe)
@@ -230,16 +319,48 @@ class _Simulation:
             case "HGMMA":
                 if op.ends_group:
                     warp.groups[_PRODUCTS] = [*warp.groups[_PRODUCTS][-8:], done]
+            case "WARPGROUP" if op.takes_tile:
+                warp.taken += 1
+            case "SYNCS" if op.frees_tile and self._ring:
+                return self._free_tile(self._ring, warp, time)
             case "BAR" if op.takes_turn:
                 warp.turns_given.pop(0)
             case "BAR" if op.passes_turn:
-                for other in self._of[s]:
-                    if other is not warp and other.block == warp.block:
-                        other.turns_given.append(time + m.barrier)
+                peers = [w for w in self._of[s] if w.block == warp.block]
+                following = peers[(peers.index(warp) + 1) % len(peers)]
+                following.turns_given.append(time + m.barrier)
                 return True
-            case "BAR":
-                return self._arrive(warp, time)
+            case "BAR" if op.meets:
+                return self._arrive(warp, op, time)
         return False
+
+    def _delay_products(self, s: int, time: float) -> None:
+        """An instruction takes a turn at the registers from the products of wgmma in flight."""
+        delay, tensor = self._machine.wgmma_delay, self._free[s]["tensor"]
+        if not self._queued or not delay or tensor[0] <= time:
+            return
+        tensor[0] += delay
+        self._busy["registers"] += delay / SCHEDULERS
+        for warp in self._of[s]:
+            groups = warp.groups[_PRODUCTS]
+            for n, done in enumerate(groups):
+                if done - self._machine.wgmma_latency > time:
+                    groups[n] = done + delay
+
+    def _free_tile(self, ring: Ring, warp: _Warp, time: float) -> bool:
+        """A warp has freed its next tile; the last one starts the copy of a later tile there."""
+        tile = (warp.block, warp.freed)
+        warp.freed += 1
+        self._freed[tile] += 1
+        if self._freed.get(tile) != self._warps_of_block:
+            return False
+        del self._freed[tile], self._filled[tile]
+        moved = ring.bytes / self._machine.l2_bytes
+        self._l2 = max(self._l2, time) + moved
+        self._busy["l2"] += moved
+        self._busy["shared"] += ring.bytes / SHARED_BYTES
+        self._filled[warp.block, tile[1] + ring.buffers] = self._l2 + self._machine.tma_latency
+        return True
 
     def _execute(self, s: int, op: _Op, time: float) -> float:
         """Occupy the pipes; the clock at which the result is written."""
@@ -248,7 +369,10 @@ class _Simulation:
             case "tensor":
                 free[pipe][0] = max(free[pipe][0], time) + op.clocks
                 self._busy[pipe] += op.clocks / SCHEDULERS
-                return free[pipe][0] + m.wgmma_latency if op.columns else time + 4 * m.hmma
+                if not op.columns:
+                    return time + 4 * m.hmma
+                self._busy["shared"] += op.operands / SCHEDULERS
+                return free[pipe][0] + m.wgmma_latency
             case "fma" | "heavy":
                 pipes = free["fma"]
                 n = 0 if pipe == "heavy" else min(range(len(pipes)), key=lambda i: (pipes[i], -i))
@@ -278,10 +402,12 @@ class _Simulation:
             case _:
                 return time
 
-    def _arrive(self, warp: _Warp, time: float) -> bool:
-        here = self._arrived.setdefault(warp.block, [])
+    def _arrive(self, warp: _Warp, op: _Op, time: float) -> bool:
+        """At a barrier of the block, or of as many of its neighbouring warps as have a name."""
+        expected = min(op.threads // 32 or self._warps_of_block, self._warps_of_block)
+        here = self._arrived[warp.block, warp.index // expected]
         here.append((warp, time))
-        if len(here) < self._warps_of_block:
+        if len(here) < expected:
             warp.parked = True
             return False
         release = time + self._machine.barrier
@@ -293,6 +419,9 @@ class _Simulation:
         return True
 
 
+_REGISTERS = frozenset(("fma", "heavy", "alu", "mufu", "lsu"))
+"""Pipes whose instructions have operands in registers of lanes."""
+
 _CAUSES = {"lsu": "shared memory", "mufu": "mufu result", "uniform": "constants"}
 
 
@@ -302,13 +431,19 @@ def _op(i: Instruction, machine: Multiprocessor) -> _Op:
         left = (int(match[1]), int(match[2], 16))
     elif i.name == "WARPGROUP" and (match := _PRODUCTS_LEFT.search(i.operands)):
         left = (_PRODUCTS, int(match[1], 16))
-    columns = wgmma_columns(i)
+    columns, operands = wgmma_columns(i), 0.0
     clocks = machine.hmma
     if columns:
-        from_shared = "desc" in i.operands.split(",")[1]
-        # Shared memory gives 128 bytes a clock: 16 columns of B, and of A in shared memory.
-        clocks = max(columns * machine.wgmma, (columns + 64 * from_shared) / 4)
+        # 16 columns of B, and 64 rows of A if it is a descriptor too, of 32 bytes each.
+        operands = 32 * (columns + 64 * ("desc" in i.operands.split(",")[1])) / SHARED_BYTES
+        clocks = max(columns * machine.wgmma, operands)
+    meets, threads = i.name == "BAR" and i.opcode != "BAR.ARV", 0
+    if i.name == "BAR" and (match := _THREADS.search(i.operands)):
+        threads = int(match[1], 16)
+    # Each warpgroup has another barrier for its turn, whose number is in a register.
+    of_turn = i.name == "BAR" and i.operands.startswith("R")
     return _Op(
         pipe_of(i), i.waits, i.write, i.read, i.stall, wavefronts(i), i.name, left, columns, clocks,
-        "gsb0" in i.operands, i.opcode.startswith("BAR.SYNC"), i.opcode == "BAR.ARV",
+        operands, "gsb0" in i.operands, meets, threads, of_turn and meets, of_turn and not meets,
+        i.opcode == "WARPGROUP.ARRIVE", i.opcode.startswith("SYNCS.ARRIVE"),
     )  # fmt: skip

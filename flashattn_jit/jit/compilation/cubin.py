@@ -21,10 +21,13 @@ _CODE = b".text."
 _NO_PREDICATE = 7
 _SIZE = 16
 _UNIFORM_BRANCH = 0x547  # on a uniform predicate
+_IF_DIVERGENT = 2  # in bits 32 and 33 of a branch: BRA.DIV, for warps that have diverged
 
 _NAMES = {
-    0x23C: "HMMA", 0x9F0: "HGMMA", 0xDF0: "HGMMA", 0x9C5: "WARPGROUP", 0x983: "LDL", 0x387: "STL", 0xFAE: "LDGSTS",
+    0x23C: "HMMA", 0x9F0: "HGMMA", 0xDF0: "HGMMA", 0x9C5: "WARPGROUP",
+    0x983: "LDL", 0x387: "STL", 0xFAE: "LDGSTS",
     0x947: "BRA", _UNIFORM_BRANCH: "BRA", 0x94D: "EXIT", 0x950: "RET", 0x949: "BRX",
+    0x95C: "BPT",
 }  # fmt: skip
 """The instructions that matter, by opcode."""
 
@@ -100,6 +103,7 @@ def _decode(code: bytes, index: int, target: str) -> Decoded:
         return Decoded(name)
     predicates = word >> 12 & 15, word >> 87 & 15
     always = opcode != _UNIFORM_BRANCH and predicates == (_NO_PREDICATE, _NO_PREDICATE)
+    always = always and (word >> 32 & 3) != _IF_DIVERGENT
     if name != "BRA":
         return Decoded(name, always=always)
     distance = int.from_bytes((word >> 34).to_bytes(12, "little")[:6], "little", signed=True)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from ...errors import InputError
+
 
 class Operation(Protocol):
     """What the control flow of an instruction depends on.
@@ -24,8 +26,8 @@ class Operation(Protocol):
 
 Op = TypeVar("Op", bound=Operation)
 
-JUMPS = ("BRA", "EXIT", "RET", "BRX")
-"""Instructions that end a basic block."""
+JUMPS = ("BRA", "EXIT", "RET", "BRX", "BPT")
+"""Instructions that end a basic block; BPT is a trap."""
 
 PRODUCTS = ("HMMA", "HGMMA")
 """Matrix instructions: of a warp, and of a warpgroup (wgmma)."""
@@ -79,10 +81,17 @@ def loops(code: Sequence[Op]) -> list[Loop[Op]]:
     return found
 
 
-def once(code: Sequence[Op]) -> tuple[Op, ...]:
+def once(code: Sequence[Op], repeats: bool = False) -> tuple[Op, ...]:
     """A way from a kernel's entry to its end that makes one turn at most of each loop: the most
-    matrix instructions, then the most copies, then the fewest instructions."""
-    return _Graph(code).way(0, None, -1)
+    matrix instructions, then the most copies, then the fewest instructions.
+
+    repeats: the block has a loop over its work, and the way is one turn of that: of the largest
+    loop with matrix instructions.
+    """
+    graph = _Graph(code)
+    found = [x for x in graph.loops() if graph.multiplies(x[1])] if repeats else []
+    header, body = max(found, key=lambda x: len(x[1]), default=(0, None))
+    return graph.way(header, body, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,56 +106,55 @@ _Score = tuple[int, int, int]
 
 
 class _Graph(Generic[Op]):
-    """The control flow of a kernel. Blocks are named by the index of their first instruction."""
+    """The control flow of a kernel. Blocks are named by the index of their first instruction.
+
+    A depth-first search from the entry puts the blocks in an order; what goes back in it closes a
+    loop. Without those edges there is no cycle, whatever a compiler has made of the code.
+    """
 
     def __init__(self, code: Sequence[Op]) -> None:
         self._code = code
         self._blocks = _blocks(code)
         self._before: dict[int, list[int]] = {}
-        order, stack = [], [(0, iter(self._blocks[0].successors))]
+        ended, stack = [], [(0, iter(self._blocks[0].successors))]
         seen = {0}
         while stack:
             start, rest = stack[-1]
             following = next(rest, None)
             if following is None:
-                order.append(start)
+                ended.append(start)
                 stack.pop()
                 continue
             self._before.setdefault(following, []).append(start)
             if following not in seen:
                 seen.add(following)
                 stack.append((following, iter(self._blocks[following].successors)))
-        order.reverse()
-        self._dominators = self._find_dominators(order)
+        self._place = {start: n for n, start in enumerate(reversed(ended))}
 
-    def _find_dominators(self, order: list[int]) -> dict[int, frozenset[int]]:
-        """Of each block that is reached, the blocks that every way to it passes."""
-        found = dict.fromkeys(order, frozenset(order))
-        found[0] = frozenset((0,))
-        changed = True
-        while changed:
-            changed = False
-            for start in order[1:]:
-                ways = (found[b] for b in self._before[start])
-                new = frozenset.intersection(*ways) | {start}
-                if new != found[start]:
-                    found[start], changed = new, True
-        return found
+    def _ahead(self, start: int) -> list[int]:
+        """The blocks that follow, without those that close a loop."""
+        return [s for s in self._blocks[start].successors if self._place[s] > self._place[start]]
 
     def loops(self) -> list[tuple[int, frozenset[int]]]:
-        """Each loop's header and its blocks: those that return to the header."""
+        """Each loop's header and its blocks: those on a way from the header back to it."""
         ends: dict[int, list[int]] = {}
-        for start, above in self._dominators.items():
+        for start in self._place:
             for successor in self._blocks[start].successors:
-                if successor in above:
+                if self._place[successor] <= self._place[start]:
                     ends.setdefault(successor, []).append(start)
-        return [(header, self._returning(header, ends[header])) for header in sorted(ends)]
+        return [(header, self._between(header, ends[header])) for header in sorted(ends)]
 
-    def _returning(self, header: int, tails: list[int]) -> frozenset[int]:
+    def _between(self, header: int, tails: list[int]) -> frozenset[int]:
+        after, stack = {header}, [header]
+        while stack:
+            for start in self._blocks[stack.pop()].successors:
+                if start not in after:
+                    after.add(start)
+                    stack.append(start)
         body, stack = {header}, list(tails)
         while stack:
             start = stack.pop()
-            if start not in body:
+            if start not in body and start in after:
                 body.add(start)
                 stack += self._before.get(start, [])
         return frozenset(body)
@@ -164,33 +172,22 @@ class _Graph(Generic[Op]):
         The most matrix instructions, then the most copies; then, by the sign, the fewest or the
         most instructions.
         """
-        best: dict[int, tuple[_Score, tuple[int, ...]] | None] = {}
-        # Deepest first: a block's score is found when the search returns to it.
-        stack = [header]
-        while stack:
-            start = stack[-1]
-            ahead = [
-                s
-                for s in self._blocks[start].successors
-                if s not in self._dominators[start] and (body is None or s in body)
-            ]
-            if missing := [s for s in ahead if s not in best]:
-                stack += missing
+        best: dict[int, tuple[_Score, tuple[int, ...]]] = {}
+        for start in reversed(self._place):
+            if body is not None and start not in body:
                 continue
-            stack.pop()
-            ways = [w for s in ahead if (w := best[s]) is not None]
+            ways = [best[s] for s in self._ahead(start) if s in best]
             if header in self._blocks[start].successors if body else self._ends(start):
                 ways.append(((0, 0, 0), ()))
-            best[start] = None
             if ways:
                 part = self._code[start : self._blocks[start].end]
                 score, path = max(ways)
                 products = score[0] + count(part, *PRODUCTS)
                 copies = score[1] + count(part, "LDGSTS")
                 best[start] = ((products, copies, score[2] + sign * len(part)), (start, *path))
-        found = best[header]
-        assert found is not None, "a loop returns to its header, and a kernel ends"
-        return tuple(i for s in found[1] for i in self._code[s : self._blocks[s].end])
+        if header not in best:
+            raise InputError("the machine code of a kernel has no way to its end")
+        return tuple(i for s in best[header][1] for i in self._code[s : self._blocks[s].end])
 
     def spills_among_products(self, header: int, body: frozenset[int]) -> int:
         """See `Loop`: of one turn, which begins at the header."""

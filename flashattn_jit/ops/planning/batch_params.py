@@ -93,13 +93,19 @@ def refuse_mask_params(variant: Variant, given: Params, mask_params: frozenset[s
 
 
 def bound_kernels(
-    kernels: Kernels, variant: Variant, dims: Dims, paged: bool, sparse: bool, mixed: bool
+    kernels: Kernels,
+    variant: Variant,
+    dims: Dims,
+    paged: bool,
+    sparse: bool,
+    mixed: bool,
+    tma: bool,
 ) -> Pair:
     """The kernels of every batch within the limits; on CPUs without their modules."""
     params = {d.name: stand_in(d.param, dims) for d in _without_value(variant)}
     bound = bind_on_host(variant, dims, params)
     unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
-    needs = Needs(ALL_ROWS, True, paged, sparse, mixed, unaligned=unaligned)
+    needs = Needs(ALL_ROWS, True, paged, sparse, mixed, unaligned=unaligned, tma=tma)
     if kernels.options.cpu:
         return kernels.unloaded(bound.structure, needs, variant.name)
     pair = kernels.pair(bound.structure, needs, variant.name)

@@ -10,8 +10,8 @@ tensors need other kernels. Making one has no effect on a device before `commit`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -158,8 +158,8 @@ class Kernels:
         elif prefill:
             rows = row_class(rows)
         return Needs(
-            rows if prefill or always else 0, bool(few) or always, page_size > 0, q_block > 0, mixed,
-            block_mask, unaligned,
+            rows if prefill or always else 0, bool(few) or always, page_size > 0, q_block > 0,
+            mixed, block_mask, unaligned,
             page_size % 8 == 0 and (self.options.device.type == "cpu" or _encodes_maps()),
         )  # fmt: skip
 

@@ -439,12 +439,12 @@ def test_a_suffixed_target_runs_on_one_compute_capability_alone(
 ) -> None:
     suffixed.add_row(monkeypatch)
     half = (torch.float16,) * 3
-    monkeypatch.setattr(targets, "device_capability", lambda index: (9, 0))
-    assert place(*half) == "sm_90"  # suffixed only where it is asked for
+    monkeypatch.setattr(targets, "device_capability", lambda index: (10, 0))
+    assert place(*half) == "sm_100"  # suffixed only where it is asked for
     assert place(*half, target=suffixed.TARGET) == suffixed.TARGET
-    for capability in ((8, 9), (9, 1), (10, 0), (12, 0)):
+    for capability in ((8, 9), (9, 0), (10, 3), (12, 0)):
         monkeypatch.setattr(targets, "device_capability", lambda index, c=capability: c)
-        with pytest.raises(TargetError, match=r"'sm_90a' does not run on cuda:0"):
+        with pytest.raises(TargetError, match=r"'sm_100a' does not run on cuda:0"):
             place(*half, target=suffixed.TARGET)
 
 

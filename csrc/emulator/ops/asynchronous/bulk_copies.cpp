@@ -54,18 +54,11 @@ void wait_stores(Warp& warp, const Insn& insn, uint32_t mask) {
 
 void decode_bulk_copy(Decoder& d) {
   d.require_target(80, 90);
-  if (d.accept("commit_group")) {
-    d.expect_operands(0);
-    d.insn.exec = commit_stores;
-    return;
-  }
-  if (d.accept("wait_group")) {
-    d.accept("read");  // the writes of a store complete with its reads
-    d.expect_operands(1);
-    if (d.operand(0).kind != Operand::Kind::integer)
-      d.fail("the number of groups is not a constant");
-    d.insn.immediate = d.operand(0).bits;
-    d.insn.exec = wait_stores;
+  if (const int form = d.accept_one({"commit_group", "wait_group"}); form >= 0) {
+    if (form == 1) d.accept("read");  // the writes of a store complete with its reads
+    d.expect_operands(form == 1 ? 1 : 0);
+    if (form == 1) d.insn.immediate = d.literal(0, 0, INT32_MAX);
+    d.insn.exec = form == 0 ? commit_stores : wait_stores;
     return;
   }
   const bool tensor = d.accept("tensor");

@@ -40,23 +40,11 @@ void decode_cp(Decoder& d) {
   if (!d.accept("async")) d.fail("only cp.async is known");
   if (d.accept("bulk")) return decode_bulk_copy(d);
   if (d.accept("mbarrier")) return decode_copy_arrival(d);
-  switch (d.accept_one({"commit_group", "wait_group", "wait_all"})) {
-    case 0:
-      d.expect_operands(0);
-      d.insn.exec = commit;
-      return;
-    case 1:
-      d.expect_operands(1);
-      if (d.operand(0).kind != Operand::Kind::integer)
-        d.fail("the number of groups is not a constant");
-      d.insn.immediate = d.operand(0).bits;
-      d.insn.exec = wait_group;
-      return;
-    case 2:
-      d.expect_operands(0);
-      d.insn.exec = wait_all;
-      return;
-    default: break;
+  if (const int form = d.accept_one({"commit_group", "wait_group", "wait_all"}); form >= 0) {
+    d.expect_operands(form == 1 ? 1 : 0);
+    if (form == 1) d.insn.immediate = d.literal(0, 0, INT32_MAX);
+    d.insn.exec = form == 0 ? commit : form == 1 ? wait_group : wait_all;
+    return;
   }
   const bool bypass = d.expect_one({"ca", "cg"}) == 1;
   if (d.accept_one({"shared", "shared::cta"}) < 0 || !d.accept("global"))

@@ -14,7 +14,9 @@ struct KvMaps { fajit_tensor_map k, v; };
 template <bool kTensorMaps>
 struct MapParams {};
 template <>
-struct MapParams<true> { alignas(64) KvMaps maps; };
+struct MapParams<true> {
+  alignas(64) KvMaps maps;
+};
 
 template <class Config, class Hooks>
 struct Params : MapParams<Config::kTensorMaps> {

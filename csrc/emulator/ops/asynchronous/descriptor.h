@@ -9,8 +9,10 @@
 //             adjacent rows, `stride` between columns 0-7 and 8-15; without one, the other way.
 // The swizzle is an exclusive or on the address, so it is the same wherever an operand begins.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace fajit::emulator {
 
@@ -19,39 +21,31 @@ struct MatrixDescriptor {
   uint32_t width;                   // of the pattern, in bytes
   bool mn_major;
 
-  MatrixDescriptor(uint64_t bits, bool mn_major);
+  MatrixDescriptor(uint64_t bits, bool is_mn_major)
+      : start(static_cast<uint32_t>(bits & 0x3fff) << 4),
+        leading(static_cast<uint32_t>(bits >> 16 & 0x3fff) << 4),
+        stride(static_cast<uint32_t>(bits >> 32 & 0x3fff) << 4),
+        width(bits >> 62 == 0 ? 16 : 256u >> (bits >> 62)),
+        mn_major(is_mn_major) {}
 
-  // Writes the addresses of rows [begin, end): row by row, or, MN-major, column by column. Returns
-  // their end.
-  uint32_t* chunks(uint32_t begin, uint32_t end, uint32_t* out) const;
-};
-
-inline MatrixDescriptor::MatrixDescriptor(uint64_t bits, bool is_mn_major)
-    : start(static_cast<uint32_t>(bits & 0x3fff) << 4),
-      leading(static_cast<uint32_t>(bits >> 16 & 0x3fff) << 4),
-      stride(static_cast<uint32_t>(bits >> 32 & 0x3fff) << 4),
-      width(bits >> 62 == 0 ? 16 : 256u >> (bits >> 62)),
-      mn_major(is_mn_major) {}
-
-inline uint32_t* MatrixDescriptor::chunks(uint32_t begin, uint32_t end, uint32_t* out) const {
-  const uint32_t in_pattern = width / 16;
-  const bool swizzled = width > 16;
-  const auto add = [&](uint32_t address) {
-    *out++ = address ^ (address >> 7 & (in_pattern - 1)) << 4;
-  };
-  if (!mn_major) {
-    for (uint32_t row = begin; row < end; ++row)
+  // Appends the addresses of rows [begin, end): row by row, or, MN-major, column by column.
+  void add_chunks(uint32_t begin, uint32_t end, std::vector<uint32_t>& chunks) const {
+    const uint32_t in_pattern = width / 16;
+    const bool swizzled = width > 16;
+    const uint32_t across = swizzled ? leading : stride, down = swizzled ? stride : leading;
+    const auto add = [&](uint32_t offset) {
+      const uint32_t address = start + offset;
+      chunks.push_back(address ^ (address >> 7 & (in_pattern - 1)) << 4);
+    };
+    for (uint32_t row = begin; !mn_major && row < end; ++row)
       for (uint32_t half = 0; half < 2; ++half)
-        add(start + row % 8 * width + row / 8 * stride + half * (swizzled ? 16 : leading));
-    return out;
+        add(row % 8 * width + row / 8 * stride + half * (swizzled ? 16 : leading));
+    for (uint32_t column = 0; mn_major && column < 16; ++column)
+      for (uint32_t chunk = begin / 8; chunk < end / 8; ++chunk)
+        add(column % 8 * width + column / 8 * down + chunk % in_pattern * 16 +
+            chunk / in_pattern * across);
   }
-  const uint32_t across = swizzled ? leading : stride, down = swizzled ? stride : leading;
-  for (uint32_t column = 0; column < 16; ++column)
-    for (uint32_t chunk = begin / 8; chunk < end / 8; ++chunk)
-      add(start + column % 8 * width + column / 8 * down + chunk % in_pattern * 16 +
-          chunk / in_pattern * across);
-  return out;
-}
+};
 
 // What is wrong with the descriptor of an operand with so many rows; empty if nothing is.
 inline std::string descriptor_problem(uint64_t bits, bool mn_major, uint32_t rows) {

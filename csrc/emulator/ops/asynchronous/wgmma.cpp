@@ -1,7 +1,7 @@
 // wgmma: asynchronous products of a warpgroup; setmaxnreg.
 //
 // A wgmma multiplies 64 x 16 by 16 x n; each warp of the warpgroup computes 16 rows.
-#include "ops/descriptor.h"
+#include "ops/asynchronous/descriptor.h"
 #include "ops/host.h"
 #include "ops/products.h"
 #include "ptx/opcodes.h"
@@ -10,14 +10,8 @@ namespace fajit::emulator {
 namespace {
 
 constexpr int kMostColumns = 256;
-constexpr uint32_t kMostChunks = 2 * (16 + kMostColumns);
 
 enum ProductMode : uint8_t { kHalf = 1, kTransposedA = 2, kTransposedB = 4, kNegative = 8 };
-
-FAJIT_CLONES void multiply_panel(const float (&a)[16][16], const float (&b)[16][kMostColumns],
-                                 float (&c)[16][kMostColumns], int n) {
-  multiply_rows(a, b, c, n, 16);
-}
 
 // Calls put(row, column, value) for the elements of an operand with so many rows. Returns the end
 // of its chunks.
@@ -31,18 +25,17 @@ const uint32_t* gather_operand(const uint8_t* shared, const uint32_t* chunks, in
     std::memcpy(bits, shared + chunks[i], kOperandChunk);
     for (int j = 0; j < 8; ++j) values[j] = to_element(bits[j], half);
     const int major = i / along, minor = i % along * 8;
-    for (int j = 0; j < 8; ++j) {
-      if (mn_major) put(minor + j, major, values[j]);
-      else put(major, minor + j, values[j]);
-    }
+    for (int j = 0; j < 8; ++j)
+      put(mn_major ? minor + j : major, mn_major ? major : minor + j, values[j]);
   }
   return chunks + 2 * rows;
 }
 
 // list: the slots of D and, if they are in registers, of A.
-void perform_wgmma(Warp& warp, const Insn& insn, const Product& product, const uint32_t* chunks) {
+FAJIT_CLONES void perform_wgmma(Warp& warp, const Insn& insn, const Product& product) {
   const uint32_t* list = warp.block->kernel().lists.data() + insn.list;
   const uint8_t* shared = warp.block->shared_memory();
+  const uint32_t* chunks = product.chunks.data();
   const int n = 8 * insn.count;
   const bool half = (insn.mode & kHalf) != 0;
   float a[16][16], b[16][kMostColumns], c[16][kMostColumns];
@@ -55,10 +48,10 @@ void perform_wgmma(Warp& warp, const Insn& insn, const Product& product, const u
   if ((insn.mode & kNegative) != 0)
     for (auto& row : a)
       for (float& value : row) value = -value;
-  if (product.accumulate) read_c(warp, list, n / 2, c);
+  if (product.accumulate) move_c<true>(warp, list, n / 2, c);
   else std::memset(c, 0, sizeof c);
-  multiply_panel(a, b, c, n);
-  write_c(warp, list, n / 2, c);
+  multiply_rows(a, b, c, n, 16);
+  move_c<false>(warp, list, n / 2, c);
 }
 
 uint64_t descriptor_of(const Warp& warp, uint32_t slot, const char* name, bool mn_major,
@@ -82,50 +75,29 @@ void issue_wgmma(Warp& warp, const Insn& insn, uint32_t) {
   const uint32_t scale = warp.predicate(insn.slots[3]) ^ (insn.immediate != 0 ? kAllLanes : 0);
   if (scale != 0 && scale != kAllLanes)
     warp.block->fault(warp, 0, "warpgroup", "the lanes have different values of scale-d");
-  GroupEvent event = {warp.current, scale != 0};
-  uint32_t chunks[kMostChunks], *end = chunks;
-  if (insn.slots[1] != kNoSlot) {
-    event.a = descriptor_of(warp, insn.slots[1], "A", mn_major_a, 64);
-    end = MatrixDescriptor(event.a, mn_major_a).chunks(row, row + 16, end);
-  }
-  event.b = descriptor_of(warp, insn.slots[2], "B", mn_major_b, n);
-  end = MatrixDescriptor(event.b, mn_major_b).chunks(0, n, end);
-  warp.block->execute_together(warp, event);
   Product product;
+  uint64_t a = 0;
+  if (insn.slots[1] != kNoSlot) {
+    a = descriptor_of(warp, insn.slots[1], "A", mn_major_a, 64);
+    MatrixDescriptor(a, mn_major_a).add_chunks(row, row + 16, product.chunks);
+  }
+  const uint64_t b = descriptor_of(warp, insn.slots[2], "B", mn_major_b, n);
+  MatrixDescriptor(b, mn_major_b).add_chunks(0, n, product.chunks);
+  warp.block->execute_together(warp, {warp.current, scale != 0, a, b});
   product.perform = perform_wgmma;
-  product.accumulate = event.accumulate;
-  product.num_chunks = static_cast<uint32_t>(end - chunks);
-  warp.block->issue_product(warp, insn, product, chunks);
+  product.accumulate = scale != 0;
+  warp.block->issue_product(warp, insn, std::move(product));
 }
 
-void fence_wgmma(Warp& warp, const Insn&, uint32_t) {
-  warp.block->execute_together(warp, {warp.current});
-  ++warp.products.fences;
-}
+enum Control : uint8_t { kFence, kCommit, kWait };
 
-void commit_wgmma(Warp& warp, const Insn&, uint32_t) {
-  warp.block->execute_together(warp, {warp.current});
-  ++warp.products.committed;
-}
-
-void wait_wgmma(Warp& warp, const Insn& insn, uint32_t) {
-  warp.block->execute_together(warp, {warp.current});
-  warp.block->wait_products(warp, static_cast<uint64_t>(insn.immediate));
-}
-
-int64_t literal_operand(const Decoder& d, size_t index, int64_t least, int64_t most) {
-  const Operand& operand = d.operand(index);
-  if (operand.kind != Operand::Kind::integer || operand.bits < least || operand.bits > most)
-    d.fail("operand " + std::to_string(index) + " is not a constant from " + std::to_string(least) +
-           " to " + std::to_string(most));
-  return operand.bits;
-}
-
-// Whether the factor of an operand is -1.
-bool is_negative_factor(const Decoder& d, size_t index) {
-  const int64_t factor = literal_operand(d, index, -1, 1);
-  if (factor == 0) d.fail("operand " + std::to_string(index) + " is not 1 or -1");
-  return factor < 0;
+void control_wgmma(Warp& warp, const Insn& insn, uint32_t) {
+  warp.block->execute_together(warp, {warp.current, false, 0, 0});
+  switch (insn.mode) {
+    case kFence: ++warp.products.fences; break;
+    case kCommit: ++warp.products.committed; break;
+    default: warp.block->wait_products(warp, static_cast<uint64_t>(insn.immediate));
+  }
 }
 
 void decode_product(Decoder& d) {
@@ -140,16 +112,9 @@ void decode_product(Decoder& d) {
   const bool in_registers = d.operand(1).kind == Operand::Kind::vector;
   d.expect_operands(in_registers ? 7 : 8);
   std::vector<uint32_t> slots;
-  for (const Operand& element : d.operand(0).elements)
-    slots.push_back(d.destination(element, Type::f32));
-  if (slots.size() != d.insn.count * 4u) d.fail("D has another number of registers");
-  if (in_registers) {
-    for (const Operand& element : d.operand(1).elements)
-      slots.push_back(d.source(element, Type::b32));
-    if (d.operand(1).elements.size() != 4) d.fail("A has another number of registers");
-  } else {
-    d.insn.slots[1] = d.source(1, Type::b64);
-  }
+  d.add_registers(0, d.insn.count * 4u, Type::f32, true, slots);
+  if (in_registers) d.add_registers(1, 4, Type::b32, false, slots);
+  else d.insn.slots[1] = d.source(1, Type::b64);
   for (size_t i = 0; i < slots.size(); ++i)
     for (size_t j = 0; j < i && j < d.insn.count * 4u; ++j)
       if (slots[i] == slots[j]) d.fail("an accumulator is named twice");
@@ -158,9 +123,11 @@ void decode_product(Decoder& d) {
   d.insn.slots[3] = d.source(3, Type::pred);
   d.insn.immediate = d.operand(3).negated;
   uint8_t mode = a == Type::f16 ? kHalf : 0;
-  if (is_negative_factor(d, 4) != is_negative_factor(d, 5)) mode |= kNegative;
-  if (!in_registers && literal_operand(d, 6, 0, 1) != 0) mode |= kTransposedA;
-  if (literal_operand(d, d.num_operands() - 1, 0, 1) != 0) mode |= kTransposedB;
+  const int64_t sign = d.literal(4, -1, 1) * d.literal(5, -1, 1);
+  if (sign == 0) d.fail("the factor of A or of B is not 1 or -1");
+  if (sign < 0) mode |= kNegative;
+  if (!in_registers && d.literal(6, 0, 1) != 0) mode |= kTransposedA;
+  if (d.literal(d.num_operands() - 1, 0, 1) != 0) mode |= kTransposedB;
   d.insn.mode = mode;
   d.insn.exec = issue_wgmma;
 }
@@ -170,11 +137,11 @@ void decode_product(Decoder& d) {
 void decode_wgmma(Decoder& d) {
   d.require_target(80, 90, true);
   decode_collective(d);
-  const int form = d.expect_one({"mma_async", "fence", "commit_group", "wait_group"});
-  if (form == 0) return decode_product(d);
-  d.expect_operands(form == 3 ? 1 : 0);
-  if (form == 3) d.insn.immediate = literal_operand(d, 0, 0, INT32_MAX);
-  d.insn.exec = form == 1 ? fence_wgmma : form == 2 ? commit_wgmma : wait_wgmma;
+  if (d.accept("mma_async")) return decode_product(d);
+  d.insn.mode = static_cast<uint8_t>(d.expect_one({"fence", "commit_group", "wait_group"}));
+  d.expect_operands(d.insn.mode == kWait ? 1 : 0);
+  if (d.insn.mode == kWait) d.insn.immediate = d.literal(0, 0, INT32_MAX);
+  d.insn.exec = control_wgmma;
 }
 
 // The scheduler executes it. mode: 1 for .inc; immediate: the number of registers.
@@ -184,7 +151,7 @@ void decode_setmaxnreg(Decoder& d) {
   d.insn.mode = static_cast<uint8_t>(d.expect_one({"dec", "inc"}));
   if (d.type() != Type::u32) d.fail("expected .u32");
   d.expect_operands(1);
-  d.insn.immediate = literal_operand(d, 0, 24, 256);
+  d.insn.immediate = d.literal(0, 24, 256);
   if (d.insn.immediate % 8 != 0) d.fail("the number of registers is not a multiple of 8");
   d.insn.flow = Flow::registers;
 }

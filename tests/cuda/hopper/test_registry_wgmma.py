@@ -35,7 +35,9 @@ def shape_of(case: Case, number: int) -> Shape:
 def test_every_variant(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     number = CASES.index(case) + rotation.seed()
     mode = MODES[number % len(MODES)]
-    monkeypatch.setenv("FLASHATTN_JIT_EMULATOR_COPIES", f"{mode}:{number}" if number % 3 == 2 else mode)
+    monkeypatch.setenv(
+        "FLASHATTN_JIT_EMULATOR_COPIES", f"{mode}:{number}" if number % 3 == 2 else mode
+    )
     shape = shape_of(case, number)
     dtype = (torch.bfloat16, torch.float16)[number % 5 == 4]
     run(case, shape, dtype, TARGET)
