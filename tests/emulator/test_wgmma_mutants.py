@@ -394,7 +394,7 @@ def outcomes(
         yield mode, outcome(mode, mutant.call, monkeypatch)
 
 
-@pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 5), ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 7), ids=lambda m: m.name)
 def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,7 +415,7 @@ def kinds_that_run(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return kinds
 
 
-@pytest.mark.parametrize("call", rotation.chosen(list(CALLS), 12))
+@pytest.mark.parametrize("call", rotation.chosen(list(CALLS), 16))
 def test_bits_depend_on_no_order(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = kinds_that_run(monkeypatch)
     monkeypatch.setenv(COPIES, "late")

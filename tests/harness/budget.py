@@ -20,7 +20,7 @@ BUDGET_S = {
     "tests/codegen": 95,
     "tests/cuda": 110,
     "tests/deploy": 75,
-    "tests/emulator": 30,
+    "tests/emulator": 60,
     "tests/fleet": 60,
     "tests/fuzz": 35,
     "tests/harness": 20,
