@@ -91,7 +91,8 @@ class Own:
 def own(device: Device) -> Iterator[Own]:
     """The predictions for the kernels of some variants, at 16384 queries and keys."""
     for head_dim in (64, 128, 256):
-        dims = {"num_q_heads": HIDDEN // head_dim, "q_len": TOKENS, "head_dim": head_dim}
+        heads = HIDDEN // head_dim
+        dims = {"batch": 1, "num_q_heads": heads, "q_len": TOKENS, "head_dim": head_dim}
         for name, variant in _VARIANTS.items():
             code = variant.explain(dims=dims, dtype=torch.bfloat16, device=device.name).cycles
             old = machine_code(with_tile(code.spec, _MANY_ROWS, tma=False), device)
