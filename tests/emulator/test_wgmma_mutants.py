@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,18 @@ FENCED = f"{FENCE}\n    {LANES}"  # ends the changes of Q
 SCORES_READ = f"{WAIT_ALL}\n    ptx::read_after_wait(s);"
 OUTPUT_READ = f"{WAIT_ALL}\n      ptx::read_after_wait(o);"
 RELEASE_K, RELEASE_V = "release(ring_.empty_keys(turn_));", "release(ring_.empty_values(before));"
-SCALES = "if (units_.query != 1.0f)"
+SCALES, COUNTS = "if (units_.query != 1.0f)", "const int count = min(own_rows"
+ARRIVES = "if (lane_ == 0) ptx::arrive"
+ARRIVES_FOR_FOUR = "if (lane_ == 0 && warp_ % 4 == 0) ptx::arrive"
+READS_RECORD = "return ring_.read_record(turn_);"
+K_THERE = "ptx::wait(ring_.full_keys(turn_), Parts::phase(turn_));"
 Q_FREE = "release(ring_.empty_queries(group()));"
+
+SENT = "        begin += kTileKv;\n        }\n      }\n    });"  # ends send_tiles
+COPY_TO_NOBODY = """
+    ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);
+    if (ptx::lane_index() == 0) ptx::arrive_for_copies(ring_.full_keys(turn_), KLayout::kBytes);
+    copy<KLayout>(ring_.keys(turn_), params_.maps.k, ring_.full_keys(turn_), 0, 0, 0);"""
 
 STUCK, FLIGHT, PROXY, ORDER = ("deadlock",), ("in flight",), ("proxy",), ("fence",)
 VALUES, NAN, BOUNDS, EXIT = ("wrong",), ("NaN",), ("out of bounds",), ("exit",)
@@ -94,14 +104,19 @@ MUTANTS = (
            ((PREFILL, FENCED, LANES, 0), (PREFILL, SCALES, FENCE + SCALES, 0))),
     Mutant("no proxy fence after query_mod", "query_mod", PROXY,
            ((PREFILL, FENCED, LANES, 0),
-            (PREFILL, "const int count = min(own_rows", FENCE + "const int count = min(own_rows", 0))),
+            (PREFILL, COUNTS, FENCE + COUNTS, 0))),
+    plant("a proxy fence of one lane after Q is scaled", "negative scale", PROXY, PREFILL, FENCE,
+          "if (lane_ == 0) " + FENCE),
+    plant("a proxy fence of one lane after rows of V are cleared", "ragged", PROXY, PRODUCER, FENCE,
+          "if (ptx::lane_index() == 0) " + FENCE),
     plant("no proxy fence after rows of V are cleared", "ragged", PROXY, PRODUCER, FENCE, ""),
     plant("rows of V cleared by lanes that have not met", "ragged", RACE, PRODUCER, FENCED, FENCE),
     plant("new barriers are not published", "causal", PROXY, MBARRIER,
           '"fence.mbarrier_init.release.cluster;"', '"//"'),
     # wgmma: fences, groups, waits
     plant("no wgmma.fence", "causal", ORDER, GROUP, '"wgmma.fence.sync.aligned;"', '"//"'),
-    plant("no wgmma.fence in a step", "causal", ORDER, PREFILL, "take_turn();\n      ptx::start_products();", "take_turn();"),
+    plant("no wgmma.fence in a step", "causal", ORDER, PREFILL,
+          "take_turn();\n      ptx::start_products();", "take_turn();"),
     plant("products in no group", "causal", FLIGHT, GROUP,
           '"wgmma.commit_group.sync.aligned;"', '"//"'),
     plant("scores in no group", "causal", FLIGHT, PREFILL, "ptx::commit_products();", "", 2),
@@ -119,11 +134,11 @@ MUTANTS = (
     plant("V released before the wait", "causal", RACE, PREFILL,
           f"{OUTPUT_READ}\n      {RELEASE_V}", RELEASE_V + OUTPUT_READ),
     plant("released by one warp for four", "causal", STUCK, PREFILL,
-          "if (lane_ == 0) ptx::arrive", "if (lane_ == 0 && warp_ % 4 == 0) ptx::arrive"),
+          ARRIVES, ARRIVES_FOR_FOUR),
     Mutant("released by one warp for four, which is counted", "causal", RACE,
-           ((PREFILL, "if (lane_ == 0) ptx::arrive", "if (lane_ == 0 && warp_ % 4 == 0) ptx::arrive", 0),
+           ((PREFILL, ARRIVES, ARRIVES_FOR_FOUR, 0),
             (RING, "? kConsumerWarps", "? kGroups", 0), (RING, ": ptx::kGroupWarps", ": 1", 0))),
-    plant("released by all lanes", "causal", LOST, PREFILL, "if (lane_ == 0) ptx::arrive",
+    plant("released by all lanes", "causal", LOST, PREFILL, ARRIVES,
           "ptx::arrive"),
     # Barriers in shared memory
     plant("K announced with 16 bytes more", "causal", STUCK, PRODUCER, "KLayout::kBytes);",
@@ -141,7 +156,8 @@ MUTANTS = (
     plant("the parity of empty K is not inverted", "causal", LOST, PRODUCER,
           "Parts::phase(turn_) ^ 1", "Parts::phase(turn_)"),
     plant("the parity of queries is not flipped", "causal", LOST, PREFILL, "num_items & 1", "0"),
-    plant("the parity of cut tiles is not flipped", "ragged", LOST, PRODUCER, "num_cut_++ & 1", "0"),
+    plant("the parity of cut tiles is not flipped", "ragged", LOST, PRODUCER, "num_cut_++ & 1",
+          "0"),
     plant("one more warp releases a stage", "causal", STUCK, RING, "? kConsumerWarps",
           "? kConsumerWarps + 1"),
     plant("one warp less releases a stage", "causal", LOST, RING, "? kConsumerWarps",
@@ -149,11 +165,16 @@ MUTANTS = (
     plant("barriers made without a barrier of the block", "causal", ("race", "mbarrier"), PREFILL,
           BLOCK, ""),
     plant("K read before it is there", "causal", RACE, PREFILL,
-          "ptx::wait(ring_.full_keys(turn_), Parts::phase(turn_));", ""),
+          K_THERE, ""),
     plant("V read before it is there", "causal", RACE, PREFILL,
           "ptx::wait(ring_.full_values(before), Parts::phase(before));", ""),
     plant("the last V read before it is there", "causal", RACE, PREFILL,
           "ptx::wait(ring_.full_values(turn_ - 1), Parts::phase(turn_ - 1));", ""),
+    plant("K waited for by one lane", "causal", RACE, PREFILL,
+          "ptx::wait(ring_.full_keys(turn_)", "if (lane_ == 0) ptx::wait(ring_.full_keys(turn_)"),
+    plant("V waited for by one warp of four", "causal", RACE, PREFILL,
+          "ptx::wait(ring_.full_values(before)",
+          "if (warp_ % 4 == 0) ptx::wait(ring_.full_values(before)"),
     plant("Q read before it is there", "causal", RACE, PREFILL,
           "ptx::wait(ring_.full_queries(group()), num_items & 1);", ""),
     plant("Q announced before its copies are complete", "causal", RACE, PRODUCER,
@@ -173,9 +194,10 @@ MUTANTS = (
            ((PRODUCER, "cuts ? ring_.landed() :", "false ? ring_.landed() :", 0),
             (PRODUCER, "ptx::wait(ring_.landed(), num_cut_++ & 1);",
              "ptx::wait(ring_.full_values(turn_), Parts::phase(turn_));", 0),
-            (PRODUCER, "if (ptx::lane_index() == 0) ptx::arrive(ring_.full_values(turn_));", "", 0))),
+            (PRODUCER, "ptx::arrive(ring_.full_values(turn_));", "{}", 0))),
     # Turns of the two groups
-    plant("no first turn", "causal", STUCK, PREFILL, "if (kTakesTurns && group() == 1)", "if (false)"),
+    plant("no first turn", "causal", STUCK, PREFILL, "if (kTakesTurns && group() == 1)",
+          "if (false)"),
     plant("one barrier for the turns of both groups", "causal", ("deadlock", "barrier"), PREFILL,
           "return 1 + group;", "return 1;"),
     plant("a barrier that no group waits for", "causal", STUCK, PREFILL,
@@ -186,8 +208,8 @@ MUTANTS = (
           "kTurnThreads = 2 * ptx::kGroupThreads", "kTurnThreads = ptx::kGroupThreads"),
     # Records
     plant("a record read before it is there", "causal", RACE, PREFILL,
-          "ptx::wait(ring_.full_keys(turn_), Parts::phase(turn_));\n    return ring_.read_record(turn_);",
-          "const TileRecord r = ring_.read_record(turn_);\n    ptx::wait(ring_.full_keys(turn_), Parts::phase(turn_));\n    return r;"),
+          f"{K_THERE}\n    {READS_RECORD}",
+          f"const auto r = {READS_RECORD.removeprefix('return ')} {K_THERE} return r;"),
     plant("a record overwritten while lanes read it", "proven empty", RACE, RING,
           "__syncwarp();  // before one lane", "// before one lane"),
     plant("the record of another stage", "causal", RACE, PREFILL, "ring_.read_record(turn_)",
@@ -195,6 +217,8 @@ MUTANTS = (
     plant("the last tile of a run is the item's last", "causal", LOST, PRODUCER, "last && last_run",
           "last"),
     plant("no tile is the last", "causal", LOST, PRODUCER, "last && last_run", "false"),
+    plant("the first tile has no mask", "sliding", VALUES, PREFILL, "hook_scores<true, Config",
+          "hook_scores<false, Config"),
     plant("masked tiles are full", "causal", VALUES, RING, "const uint32_t flags = r.tile.full |",
           "const uint32_t flags = 1 |"),
     plant("full tiles end a loop of masked ones late", "causal", VALUES, PREFILL,
@@ -203,18 +227,21 @@ MUTANTS = (
           "{{0, 0, false}, true, false}"),
     # Operands
     plant("stride and leading exchanged", "ragged 128", (*RACE, *VALUES), PRODUCTS,
-          "uint32_t leading_bytes, uint32_t stride_bytes", "uint32_t stride_bytes, uint32_t leading_bytes"),
+          "uint32_t leading_bytes, uint32_t stride_bytes",
+          "uint32_t stride_bytes, uint32_t leading_bytes"),
     plant("stride and leading of V exchanged", "ragged 128", VALUES, PRODUCTS,
           "operand(v, VLayout::kPanelBytes, kPatternBytes)",
           "operand(v, kPatternBytes, VLayout::kPanelBytes)"),
     plant("no step of 32 bytes", "ragged 128", VALUES, PRODUCTS, "step % 4 * 32", "0"),
-    plant("no step of a panel", "ragged 128", (*VALUES, "descriptor"), PRODUCTS, "panel = step / 4,", "panel = 0,"),
+    plant("no step of a panel", "ragged 128", (*VALUES, "descriptor"), PRODUCTS,
+          "panel = step / 4,", "panel = 0,"),
     plant("no step of keys", "ragged 128", VALUES, PRODUCTS, "step * 2 * kPatternBytes", "0"),
     plant("V by steps of 8 keys", "ragged 128", VALUES, PRODUCTS, "step * 2 * kPatternBytes",
           "step * kPatternBytes"),
     plant("another swizzle of operands", "ragged 128", (*VALUES, "descriptor"), PRODUCTS,
           "uint64_t{1} << 62", "uint64_t{2} << 62"),
-    plant("another swizzle of rows of Q", "ragged 128", VALUES, LAYOUT, "% 8 ^ (row & 7)", "% 8 ^ (row & 3)"),
+    plant("another swizzle of rows of Q", "ragged 128", VALUES, LAYOUT,
+          "% 8 ^ (row & 7)", "% 8 ^ (row & 3)"),
     plant("another swizzle of maps", "ragged 128", ("tensor map", *VALUES), MAPS, "map.swizzle = 3",
           "map.swizzle = 2", host=True),
     plant("tiles aligned to 512 bytes", "ragged 128", ("descriptor",), SOURCE,
@@ -222,7 +249,7 @@ MUTANTS = (
           more_shared=1024),
     plant("Q of the first group for both", "ragged 128", RACE, PREFILL,
           "group() * ptx::kGroupRows * kPanelRowBytes", "0"),
-    plant("scores are added to those before", "causal", (*VALUES, *NAN), PRODUCTS, "step != 0", "1"),
+    plant("scores are added to those before", "causal", VALUES, PRODUCTS, "step != 0", "1"),
     # Places
     plant("head and row exchanged", "ragged 128", (*VALUES, *NAN), PRODUCER,
           "panel * kPanelColumns, at, head, outer", "panel * kPanelColumns, head, at, outer"),
@@ -230,13 +257,16 @@ MUTANTS = (
           "panel * kPanelColumns, at, head, outer", "panel * kPanelColumns, at, outer, head"),
     plant("strides of rows and heads exchanged", "ragged 128", (*VALUES, *NAN, *BOUNDS), MAPS,
           "2 * stride[2 - i]", "2 * stride[i == 0 ? 1 : i == 1 ? 2 : 0]", host=True),
-    plant("all panels are the first", "ragged 128", VALUES, PRODUCER, "panel * kPanelColumns,", "0,"),
+    plant("all panels are the first", "ragged 128", VALUES, PRODUCER, "panel * kPanelColumns,",
+          "0,"),
     plant("heads of V as K has them", "broadcast V", VALUES, PRODUCER,
           "a_.v_stride[1] == 0 ? 0 : head", "head"),
     plant("rows from the first request on", "ragged 128", (*VALUES, *NAN), PRODUCER,
           "a_.kv_row0[item.request]", "0"),
     plant("boxes of a whole tile for pages", "pages of 16", (*VALUES, *NAN), MAPS,
           "Config::kPaged ? greatest_divisor", "false ? greatest_divisor", host=True),
+    plant("boxes of a tile over each other", "pages of 16", RACE, PRODUCER,
+          "panel * Layout::kPanelBytes + first * kPanelRowBytes", "panel * Layout::kPanelBytes"),
     plant("boxes behind the last page", "pages of 16", (*BOUNDS, *VALUES, *NAN), PRODUCER,
           "at = min(at, place_.last_box);", ""),
     plant("the next request's rows are not cleared", "ragged", NAN, PRODUCER,
@@ -248,17 +278,16 @@ MUTANTS = (
     plant("rows of one panel are cleared", "ragged 128", NAN, PRODUCER,
           "kChunks = VLayout::kPanels * 8", "kChunks = 8"),
     # The end
-    plant("the block ends before a copy", "causal", EXIT, PRODUCER, "        begin += kTileKv;\n        }\n      }\n    });",
-          """        begin += kTileKv;
-        }
-      }
-    });
-    ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);
-    if (ptx::lane_index() == 0) ptx::arrive_for_copies(ring_.full_keys(turn_), KLayout::kBytes);
-    copy<KLayout>(ring_.keys(turn_), params_.maps.k, ring_.full_keys(turn_), 0, 0, 0);"""),
+    plant("the block ends before a copy", "causal", EXIT, PRODUCER, SENT, SENT + COPY_TO_NOBODY),
     plant("more registers than there are", "causal", STUCK, SOURCE, "kConsumerRegisters = 224",
           "kConsumerRegisters = 232"),
-    plant("the output is not rescaled", "steep", VALUES, PREFILL, "if (moved) Softmax::multiply(o, factor);", ""),
+    plant("registers given by three warps of four", "causal", ("warpgroup", *STUCK), PREFILL,
+          "if constexpr (Config::kProducerRegisters > 0)",
+          "if (warp != Parts::kConsumerWarps) if constexpr (Config::kProducerRegisters > 0)"),
+    plant("rows past the end are written", "causal", VALUES, PREFILL,
+          "count, own);", "kWarpRows, own);"),
+    plant("the output is not rescaled", "steep", VALUES, PREFILL,
+          "if (moved) Softmax::multiply(o, factor);", ""),
     plant("rows staged while they are written", "output_mod", RACE, PREFILL,
           f"{LANES}\n      }}\n    }}", "}\n    }"),
     plant("rows written while they are staged", "output_mod", RACE, PREFILL,
@@ -307,7 +336,7 @@ class MoreShared(programs.Program):
 
     more = 0
 
-    def run(self, kernel: str, grid: Any, block: Any, shared_bytes: int, *rest: Any, **named: Any):  # type: ignore[no-untyped-def,override]
+    def run(self, kernel: str, grid: Any, block: Any, shared_bytes: int, *rest: Any, **named: Any):
         super().run(kernel, grid, block, shared_bytes + self.more, *rest, **named)
 
 

@@ -7,7 +7,7 @@ NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,6 +29,8 @@ TARGET = "emulated:sm_90"
 WORKERS = 2
 BF16, FP16 = torch.bfloat16, torch.float16
 
+CAUSAL = Math(causal=True)
+
 Results = tuple[Tensor, ...]
 
 
@@ -37,7 +39,7 @@ class Made:
     """A call that can be repeated. check: raises AssertionError for wrong results."""
 
     run: Callable[[], Results]
-    check: Callable[[Results], None]
+    check: Callable[[Results], object]
 
 
 @pytest.fixture
@@ -80,13 +82,13 @@ def dense(
 
 def ragged(
     q_len: Sequence[int], kv_len: Sequence[int], heads: tuple[int, int] = (4, 2), dim: int = 64,
-    what: Math = Math(causal=True), *, workers: int = WORKERS, **more: Any,
+    what: Math = CAUSAL, *, dtype: torch.dtype = BF16, workers: int = WORKERS, **more: Any,
 ) -> Made:  # fmt: skip
     """`fa.BatchAttention` over packed keys, or over pages of more["page_size"].
 
     Keys of requests without rows are NaN, as are slots without a key and pages of no request.
     """
-    batch = Batch(tuple(q_len), tuple(kv_len), heads, dim, **{"dtype": BF16, **more})
+    batch = Batch(tuple(q_len), tuple(kv_len), heads, dim, dtype, **more)
     for b, rows in enumerate(q_len):
         if rows == 0:
             batch.k[batch.index(b)] = batch.v[batch.index(b)] = torch.nan
@@ -96,12 +98,8 @@ def ragged(
         made.plan(batch.q_indptr, batch.storage)
     return Made(
         lambda: made.run(batch.q, batch.k, batch.v, return_lse=True),
-        lambda results: void(check(batch, what, *results)),
+        lambda results: check(batch, what, *results),
     )
-
-
-def void(_: object) -> None:
-    """Drops a value."""
 
 
 class ScaledQueries(fa.Variant):
@@ -114,17 +112,16 @@ class ScaledQueries(fa.Variant):
 
 
 class SomeRequests(fa.Variant):
-    """Requests from `first` on see all keys; whether the mask's interval form knows depends on
-    whether it is read from a tensor."""
+    """Requests see all keys or none, which a tensor says, so that no tile is proven empty."""
 
-    first: Tensor = fa.tensor("batch")
+    sees: Tensor = fa.tensor("batch")
 
     def mask_mod(self, b, h, q_idx, kv_idx):
-        return self.first[b] > 0.5
+        return self.sees[b] > 0.5
 
 
-def first_requests_see_nothing(b, h, q_idx, kv_idx):
-    """A mask that is proven empty for the first request."""
+def first_request_sees_nothing(b, h, q_idx, kv_idx):
+    """A mask whose tiles are proven empty for the first request."""
     return b >= 1
 
 
@@ -135,15 +132,9 @@ HEAD_DIMS = ((64, 64), (72, 72), (96, 96), (128, 128), (192, 192), (256, 256), (
              (192, 128))  # fmt: skip
 
 
-def _dims(dims: tuple[int, int], dtype: torch.dtype) -> Callable[[], Made]:
-    d, dv = dims
-    shape = replace_dims(Shape(1, 4, 2, 80, 420, 64, 64), d, dv)
-    return lambda: dense(fa.Causal(), shape, dtype, q_offset=340)
-
-
-def replace_dims(shape: Shape, head_dim: int, head_dim_v: int) -> Shape:
-    """The shape with other head dims."""
-    return shape._replace(head_dim=head_dim, head_dim_v=head_dim_v)
+def of_dims(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> Made:
+    """A causal call with these head dims."""
+    return dense(fa.Causal(), Shape(1, 4, 2, 80, 420, head_dim, head_dim_v), dtype, q_offset=340)
 
 
 CALLS: dict[str, Callable[[], Made]] = {
@@ -158,15 +149,19 @@ CALLS: dict[str, Callable[[], Made]] = {
     "group 8": lambda: dense(fa.Causal(), Shape(1, 8, 1, 40, 450, 64, 64), q_offset=410),
     "broadcast": lambda: dense(fa.Causal(), PLAIN, broadcast="kv", q_offset=520),
     "broadcast V": lambda: dense(fa.Causal(), PLAIN, broadcast="v", q_offset=520),
-    "proven empty": lambda: dense(first_requests_see_nothing, Shape(2, 4, 2, 50, 420, 64, 64)),
+    "proven empty": lambda: dense(first_request_sees_nothing, Shape(2, 4, 2, 50, 420, 64, 64)),
     "unproven empty": lambda: dense(
-        SomeRequests(), Shape(2, 4, 2, 50, 420, 64, 64), params={"first": torch.tensor([0.0, 1.0])}
+        SomeRequests(), Shape(2, 4, 2, 50, 420, 64, 64), params={"sees": torch.tensor([0.0, 1.0])}
     ),
     "sliding": lambda: dense(fa.SlidingWindow(100), PLAIN, q_offset=520),
     "negative scale": lambda: dense(None, PLAIN, scale=-0.125),
     "steep": lambda: dense(None, PLAIN, scale=1.5),
     "query_mod": lambda: dense(
         ScaledQueries(), PLAIN, params={"gain": torch.tensor([0.5, 2.0, -1.0, 1.5])}
+    ),
+    "query_mod, scaled": lambda: dense(
+        ScaledQueries(), PLAIN, scale=-0.125,
+        params={"gain": torch.tensor([0.5, 2.0, -1.0, 1.5])},
     ),
     "sink": lambda: dense(fa.Sink() & fa.Causal(), PLAIN, q_offset=520,
                           params={"sink": torch.linspace(-2, 2, 4)}),
@@ -184,7 +179,7 @@ CALLS: dict[str, Callable[[], Made]] = {
     "pages heads first": lambda: ragged(**REQUESTS, page_size=16, layout="heads first"),
     "pages mixed": lambda: ragged(**REQUESTS, page_size=32, layout="mixed", dim_v=128),
     **{
-        f"head dims {d}, {dv}": _dims((d, dv), (BF16, FP16)[i % 2])
+        f"head dims {d}, {dv}": lambda d=d, dv=dv, i=i: of_dims(d, dv, (BF16, FP16)[i % 2])
         for i, (d, dv) in enumerate(HEAD_DIMS)
     },
 }  # fmt: skip
