@@ -15,10 +15,9 @@ from typing import Any
 
 from flashattn_jit.codegen.targets import architecture
 from flashattn_jit.inspect.machine_code.report import machine_code
-from flashattn_jit.planner.cuda_tiles import ROW_CLASSES, WGMMA_TARGET, with_tile
 from flashattn_jit.planner.devices import typical_hardware
 from tests.cuda.digests import nvcc_release
-from tests.cuda.kernels import specs
+from tests.cuda.kernels import by_mma_sync, specs
 
 TABLE = Path(__file__).with_name("cycles.json")
 VARIANTS = ("plain", "causal", "alibi", "sliding_window", "soft_cap", "soft_cap_approximate")
@@ -30,8 +29,7 @@ KERNELS = [(v, t, d) for d in HEAD_DIMS for t in TARGETS for v in VARIANTS]
 def predicted(name: str, target: str, head_dim: int) -> dict[str, Any]:
     """The tile of a variant's kernel for many rows, and the clocks of its loops."""
     spec = max(specs(name, architecture(target), (head_dim, head_dim)), key=lambda s: s.tile_q)
-    if target in WGMMA_TARGET:
-        spec = with_tile(spec, ROW_CLASSES[-1], tma=False)
+    spec = spec if target == spec.target else by_mma_sync(spec)
     code = machine_code(spec, typical_hardware(target))
     taken = code.spec
     return {
