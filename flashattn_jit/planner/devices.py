@@ -53,7 +53,7 @@ class Device:
         share = _MMA_SYNC_SHARE.get(self.target)
         if share is None:
             return ""
-        return f"mma.sync instructions, which the kernels use, reach about {share:.0%} of that rate"
+        return f"kernels of mma.sync, not those of wgmma, reach at most {share:.0%} of that rate"
 
 
 def _device(name: str, target: str, sms: int, l2_mib: float, gb_s: float, tflops: float) -> Device:
