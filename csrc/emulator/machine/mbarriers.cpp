@@ -5,16 +5,10 @@
 #include "machine/machine.h"
 
 namespace fajit::emulator {
-namespace {
-
-constexpr uint32_t kBytes = 8;
-
-}  // namespace
-
 void Block::init_mbarrier(Warp& warp, int lane, uint32_t offset, uint32_t count) {
   if (count < 1 || count > kMostArrivals)
     fault(warp, lane, "mbarrier", "an mbarrier for " + std::to_string(count) + " arrivals");
-  shared_inside(warp, lane, offset, kBytes, "an mbarrier");
+  shared_inside(warp, lane, offset, kMbarrierBytes, "an mbarrier");
   Mbarrier* found = nullptr;
   for (Mbarrier& mbarrier : mbarriers_) {
     if (mbarrier.offset == offset)
@@ -30,7 +24,7 @@ void Block::init_mbarrier(Warp& warp, int lane, uint32_t offset, uint32_t count)
     mbarriers_.emplace_back();
     found = &mbarriers_.back();
   }
-  shared_at(warp, lane, offset, kBytes, Access::write);
+  shared_at(warp, lane, offset, kMbarrierBytes, Access::write);
   *found = Mbarrier{};
   found->offset = offset;
   found->expected = found->pending = count;
@@ -41,7 +35,7 @@ void Block::init_mbarrier(Warp& warp, int lane, uint32_t offset, uint32_t count)
 void Block::invalidate_mbarrier(Warp& warp, int lane, uint32_t offset) {
   Mbarrier& mbarrier = initialised(warp, lane, offset);
   if (track_) history_.release(offset);
-  shared_at(warp, lane, offset, kBytes, Access::write);
+  shared_at(warp, lane, offset, kMbarrierBytes, Access::write);
   complete_phase(mbarrier);  // who waits for it finds no mbarrier
   mbarrier.offset = 0;
 }

@@ -9,7 +9,6 @@ constexpr uint8_t kAtomic = 0x80;
 constexpr uint32_t kLastClock = (1u << 26) - (1u << 20);
 // Of a byte's use; smaller values count asynchronous readers.
 constexpr uint16_t kReserved = 0xfffe, kWriting = 0xffff;
-constexpr uint32_t kMbarrierBytes = 8;
 
 }  // namespace
 

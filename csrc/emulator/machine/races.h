@@ -19,6 +19,7 @@
 
 namespace fajit::emulator {
 
+inline constexpr uint32_t kMbarrierBytes = 8;
 inline constexpr int kMaxWarps = 32;
 inline constexpr int kAgents = 128;  // warps, then mbarriers
 inline constexpr uint32_t kEveryLane = 0xffffffffu;

@@ -51,13 +51,12 @@ int64_t bytes_of(const Box& box) {
 }  // namespace
 
 bool Block::in_tensor_map(uint64_t param) const {
-  for (const uint64_t begin : {param / 64 * 64, param / 64 * 64 - 64}) {
-    uint64_t magic = 0;
-    if (begin + sizeof magic > launch_.params.size()) continue;  // before 0, too
-    std::memcpy(&magic, launch_.params.data() + begin, sizeof magic);
-    if (magic == FAJIT_TENSOR_MAP_MAGIC) return true;
-  }
-  return false;
+  const std::vector<uint8_t>& params = launch_.params;
+  uint64_t magic = 0;
+  for (const uint64_t begin : {param / 64 * 64, param / 64 * 64 - 64})
+    if (begin + sizeof magic <= params.size() && magic != FAJIT_TENSOR_MAP_MAGIC)
+      std::memcpy(&magic, params.data() + begin, sizeof magic);
+  return magic == FAJIT_TENSOR_MAP_MAGIC;
 }
 
 Box Block::tensor_box(Warp& warp, int lane, uint64_t address, uint32_t rank) {

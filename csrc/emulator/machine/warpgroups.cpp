@@ -7,8 +7,6 @@
 namespace fajit::emulator {
 namespace {
 
-constexpr uint32_t kRegisters = 65536, kMostRegisters = 256;  // of a multiprocessor, of a thread
-
 // Registers of a wgmma: accumulators, and those of A, if it is in registers.
 uint32_t num_held(const Insn& insn) { return insn.count * 4u + (insn.slots[1] == kNoSlot ? 4 : 0); }
 
@@ -24,8 +22,7 @@ void Block::reset_warpgroups() {
   for (Warp& warp : warps_) {
     warp.products = WarpProducts{};
     warp.products.held.resize(kernel().held.size());
-    warp.register_count =
-        std::min(kRegisters / (num_threads_ * kernel().min_blocks) / 8 * 8, kMostRegisters);
+    warp.register_count = std::min(65536 / (num_threads_ * kernel().min_blocks) / 8 * 8, 256u);
   }
 }
 
