@@ -77,7 +77,7 @@ READS_RECORD = "return ring_.read_record(turn_);"
 K_THERE = "ptx::wait(ring_.full_keys(turn_), Parts::phase(turn_));"
 Q_FREE = "release(ring_.empty_queries(group()));"
 
-SENT = "        begin += kTileKv;\n        }\n      }\n    });"  # ends send_tiles
+SENT = "      send_values(before, turn_ - 1);\n    });"  # ends send_tiles
 COPY_TO_NOBODY = """
     ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);
     if (ptx::lane_index() == 0) ptx::arrive_for_copies(ring_.full_keys(turn_), KLayout::kBytes);
@@ -214,9 +214,13 @@ MUTANTS = (
           "__syncwarp();  // before one lane", "// before one lane"),
     plant("the record of another stage", "causal", RACE, PREFILL, "ring_.read_record(turn_)",
           "ring_.read_record(turn_ + 1)"),
-    plant("the last tile of a run is the item's last", "causal", LOST, PRODUCER, "last && last_run",
-          "last"),
-    plant("no tile is the last", "causal", LOST, PRODUCER, "last && last_run", "false"),
+    plant("the last tile of a run is the item's last", "causal", LOST, PRODUCER,
+          "!more && last_run", "!more"),
+    plant("no tile is the last", "causal", LOST, PRODUCER, "!more && last_run", "false"),
+    plant("values of the tile after", "causal", VALUES, PRODUCER,
+          "if (before.valid()) send_values(before,", "if (before.valid()) send_values(tile,"),
+    plant("rows of a box from the driver's map", "pages of 16", ("tensor map",), PRODUCER,
+          "rows_(params.box_rows)", "rows_(params.maps.k.box[1])"),
     plant("the first tile has no mask", "sliding", VALUES, PREFILL, "hook_scores<true, Config",
           "hook_scores<false, Config"),
     plant("masked tiles are full", "causal", VALUES, RING, "const uint32_t flags = r.tile.full |",

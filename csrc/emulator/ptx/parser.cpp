@@ -40,8 +40,7 @@ class Parser {
     } else if (text == ".entry") {
       entry();
     } else if (text == ".func") {
-      Entry function;
-      if (find_body(function)) skip_braces();
+      if (Entry function; find_body(function)) skip_braces();
     } else if (text == ".global" || text == ".const" || text == ".shared") {
       module_.variables.push_back(variable(text));
     } else if (text == ".pragma" || text == ".alias") {
