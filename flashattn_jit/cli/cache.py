@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from .. import env
+from ..codegen.targets import called_target
 from ..deploy.wanted.arguments import parse_targets
 from ..jit.cache import remote
 from ..jit.cache.entry import Entry
@@ -35,7 +36,7 @@ def ls(targets: tuple[str, ...], layer: str | None) -> None:
     """List the kernels of the user's folder and of the read-only layers."""
     chosen = parse_targets(targets)
     found = [one.record() for one in listed() if layer in (None, one.layer)]
-    found = [one for one in found if not chosen or one["target"] in chosen]
+    found = [one for one in found if not chosen or called_target(one["target"]) in chosen]
     size = sum(one["bytes"] for one in found)
 
     def text() -> None:
@@ -213,7 +214,7 @@ def push(url: str, targets: tuple[str, ...], keys: tuple[str, ...]) -> None:
         entry.key
         for entry in store.entries()
         if (not wanted or entry.key in wanted)
-        and (not targets or entry.document.get("target") in chosen_targets)
+        and (not targets or called_target(str(entry.document.get("target"))) in chosen_targets)
     ]
     with output.activity("connecting") as show:
         sent, had = remote.push(

@@ -14,6 +14,7 @@ from typing import Any
 
 from ... import env
 from ...codegen.spec import AnySpec, name_of
+from ...codegen.targets import called_target
 from ...errors import PackError
 from ...jit.cache.entry import META, Entry, sha256
 from ...jit.cache.layers import Found, entries_of, found_in_folder
@@ -128,7 +129,11 @@ def _of_folder(targets: Sequence[str]) -> list[Found]:
         if not entry.meta:
             store.verify(entry.path)  # raises, and says why
         newest[entry.key] = entry
-    chosen = [one for one in newest.values() if not targets or target_of(one.meta) in targets]
+    chosen = [
+        one
+        for one in newest.values()
+        if not targets or called_target(target_of(one.meta)) in targets
+    ]
     return [found_in_folder(entry, "user") for entry in chosen]
 
 

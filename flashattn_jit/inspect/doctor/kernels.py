@@ -15,6 +15,7 @@ import torch
 
 from ... import _C, env
 from ...codegen.spec import cuda_target
+from ...codegen.targets import called_target
 from ...errors import AbiError, CacheError, LaunchError, TargetError
 from ...jit.cache.layers import found_in_folder, unfit_driver
 from ...jit.cache.store import Store
@@ -81,13 +82,14 @@ def _artifacts(store: Store, target: str) -> Iterator[_C.Module | Path]:
     opened = {
         asked.module.path: asked.module
         for asked in default.loaded()
-        if asked.request.target == target
+        if called_target(asked.request.target) == target
     }
     yield from opened.values()
     for entry in store.entries():
         fields = entry.document
         if (
-            (fields.get("target"), fields.get("abi_version")) == (target, str(_C.ABI_VERSION))
+            called_target(str(fields.get("target"))) == target
+            and fields.get("abi_version") == str(_C.ABI_VERSION)
             and entry.artifact.is_file()
             and str(entry.artifact) not in opened
             and not unfit_driver(target, entry.meta.get("min_driver"))

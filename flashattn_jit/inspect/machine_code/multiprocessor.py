@@ -16,7 +16,7 @@ operands do: shared memory gives 128 bytes a clock. ptxas keeps 12 to 18 clocks 
 warps wait (forums.developer.nvidia.com/t/318492): so they are queued, at least a step's. With a
 queue of one instead, FlashAttention 3's loops are 0 to 11 % slower in the model. The clock under
 wgmma is published: an H800 SXM5, whose multiprocessors are an H100's, throttles to about 1.6 GHz
-(FlashMLA, docs/20250422-new-kernel-deep-dive.md).
+(FlashMLA's "new kernel deep dive" of April 2025).
 
 `wgmma_delay` is an assumption. A product reads and writes accumulators of a register a clock, and
 each instruction that uses the same registers' ports is taken to delay it by one clock. Without it
