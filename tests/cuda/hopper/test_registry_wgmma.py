@@ -9,10 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import flashattn_jit as fa
 from flashattn_jit.planner.tiles import choose_rows
+from flashattn_jit.variants.reference import attention_reference
 from tests.cuda.kernels import ir_of
 from tests.harness import rotation
-from tests.ops.cases import fitting, run
+from tests.ops.cases import assert_close, fitting, inputs, run
 from tests.registry.case import Case, Shape
 from tests.registry.cases import CASES
 
@@ -50,3 +52,20 @@ def test_variants_run_on_wgmma_unless_they_change_keys_or_values() -> None:
         changes = any(spec.variant.has(hook) for hook in ("key_mod", "value_mod"))
         kinds.setdefault(spec.tile_kind, set()).add(changes)
     assert kinds == {"prefill_wgmma": {False}, "prefill": {True}}
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_keys_that_share_a_row_are_not_copied_by_tma(which: str) -> None:
+    """A stride of 0 along the rows; along heads and requests TMA may have it."""
+    q, k, v = inputs(Shape(2, 4, 2, 20, 100, 64, 64), torch.bfloat16)
+    given = {"k": k, "v": v}
+    given[which] = given[which][:, :, :1].expand_as(given[which])
+    out = fa.attention(q, given["k"], given["v"], target=TARGET)
+    exact, _ = attention_reference(q, given["k"], given["v"], fa.Full())
+    eager, _ = attention_reference(q, given["k"], given["v"], fa.Full(), dtype=q.dtype)
+    assert_close(out, exact, eager)
+    heads = {name: t[:1, :1].expand_as(t) for name, t in (("k", k), ("v", v))}
+    out = fa.attention(q, heads["k"], heads["v"], target=TARGET)
+    exact, _ = attention_reference(q, heads["k"], heads["v"], fa.Full())
+    eager, _ = attention_reference(q, heads["k"], heads["v"], fa.Full(), dtype=q.dtype)
+    assert_close(out, exact, eager)
