@@ -35,7 +35,7 @@ SPILL_RULE = 2
 hold its decisions; the keys of kernels cover this file, but not `planner/cuda_tiles.py` and, of
 `jit/compilation`, `cubin.py`, `loops.py` and `ptxas_report.py`."""
 
-MAX_WARPS = {"prefill": 8, "few_row": 12, "prefill_wgmma": 16}
+MAX_WARPS = {"prefill": 8, "few_row": 12}
 """Most warps per multiprocessor that a tile declares. Two per scheduler overlap softmax with matrix
 products; the registers of more warps are better used for larger tiles and hooks. Kernels that wait
 for memory gain from three. A kernel that uses fewer registers than its budget can still have more
@@ -194,7 +194,8 @@ def ctas_per_sm(spec: KernelSpec) -> int:
     """Thread blocks per multiprocessor, for ``__launch_bounds__``.
 
     The largest number, up to `MAX_WARPS` warps, that fits shared memory and leaves each thread
-    enough registers for its accumulators and a working set.
+    enough registers for its accumulators and a working set. A wgmma kernel divides its registers
+    by itself: two blocks of 64 rows fit, where they fit shared memory, else one.
     """
     if spec.tile_kind == "prefill_wgmma":
         two = spec.tile_q == 64 and resident_by_shared(spec.target, shared_bytes(spec)) >= 2
