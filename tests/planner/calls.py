@@ -14,6 +14,9 @@ from tests.batch.batches import Batch, share_prefix
 from tests.batch.sparse import blocks, tokens, trees
 
 HEADS = (8, 2)  # a group of 4
+PAGES = (16, 4)
+"""Page sizes: one that TMA copies, and one that it does not."""
+
 ROWS = (1, 3, 9, 40)  # 4, 12, 36 and 160 packed rows: every class, on every target
 KEYS = 48
 BATCHED = ("dense", "ragged", "paged", "sparse", "cascade", "tree", "block_bits")
@@ -83,7 +86,7 @@ class Calls:
         self.batches((0,))
 
     def paged(self) -> None:
-        self.batches((16,))
+        self.batches(PAGES)
 
     def sparse(self) -> None:
         for visited in (lambda b: blocks(b, (16, 8), 0.5), lambda b: tokens(b, 8)):
@@ -93,10 +96,10 @@ class Calls:
         self.batches((0, 16), lambda b: blocks(b, (16, 16), 0.5, bits=True).sparsity)
 
     def tree(self) -> None:
-        self.batches((0, 16), lambda b: trees(b).sparsity)
+        self.batches((0, *PAGES), lambda b: trees(b).sparsity)
 
     def cascade(self) -> None:
-        for page_size, rows in itertools.product((0, 16), ROWS):
+        for page_size, rows in itertools.product((0, *PAGES), ROWS):
             batch = self.batch(rows, page_size)
             made = fa.CascadeAttention(self.variant, **batch.options(), target=self.target)
             if page_size:
