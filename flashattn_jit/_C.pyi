@@ -107,6 +107,12 @@ def use_driver(library: str) -> str:
     Returns the previous one. Kernels that are loaded stay with the driver that loaded them.
     """
 
+def driver_version() -> int:
+    """The CUDA version that the driver supports, 12040 for 12.4; 0 without a driver.
+
+    The driver is not initialised.
+    """
+
 def driver_encodes_tensor_maps() -> bool:
     """Whether launches may have tensor maps: with drivers for CUDA 12.0 and later.
 

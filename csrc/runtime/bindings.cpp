@@ -120,6 +120,7 @@ void bind_module(py::module_& m) {
 void bind_driver(py::module_& m) {
   m.attr("RELAXED_CAPTURES") = cu::kCaptureModeRelaxed;
   m.def("use_driver", &use_driver, py::arg("library"));
+  m.def("driver_version", &driver_version, py::call_guard<py::gil_scoped_release>());
   m.def(
       "driver_encodes_tensor_maps",
       [] {

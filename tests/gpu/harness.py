@@ -99,8 +99,11 @@ def run_case(
     variant, params = case.build(shape)
     pointwise = bound.structure.pointwise
     placed = [t.to(device) for t in (q, k, v)]
+    placed_params = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in params.items()
+    }
     out, lse = run_dense(
-        *placed, as_variant(variant), params, scale=scale, q_offset=offset,
+        *placed, as_variant(variant), placed_params, scale=scale, q_offset=offset,
         return_lse=not pointwise, target=target or device_target(),
         swap=lambda tensors, numbers: (tuple(t.to(device) for t in tensors), numbers),
     )  # fmt: skip

@@ -70,6 +70,17 @@ const Driver& driver() {
   return *opened_driver.load(std::memory_order_relaxed);
 }
 
+int driver_version() {
+  const std::lock_guard<std::mutex> lock(driver_mutex);
+  const char* const name = driver_library.empty() ? kLibrary : driver_library.c_str();
+  void* const handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) return 0;
+  const auto ask =
+      reinterpret_cast<cu::cuDriverGetVersion_type*>(dlsym(handle, "cuDriverGetVersion"));
+  int version = 0;
+  return ask != nullptr && ask(&version) == cu::kSuccess ? version : 0;
+}
+
 std::string use_driver(const std::string& library) {
   const std::lock_guard<std::mutex> lock(driver_mutex);
   std::string previous = std::exchange(driver_library, library);

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from flashattn_jit import env
+from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.codegen.targets import CPU_TARGETS, included, is_cuda
 from flashattn_jit.errors import PackError, UnsafeCacheError
@@ -252,13 +252,7 @@ def unfit_driver(target: str, needed: object) -> str:
 @cache
 def driver_version() -> int:
     """The CUDA version that the driver supports, 12040 for 12.4; 0 where there is no driver."""
-    import torch
-
-    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
-    try:
-        return int(ask()) if ask else 0
-    except RuntimeError:
-        return 0
+    return _C.driver_version()
 
 
 def too_old(driver_version: int, needed: int) -> bool:

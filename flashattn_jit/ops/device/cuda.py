@@ -22,7 +22,7 @@ import torch
 from ... import _C
 from ...codegen.spec import KernelSpec
 from ...errors import InputError, LaunchError
-from ...jit.cache.layers import too_old
+from ...jit.cache.layers import driver_version, too_old
 from ...jit.module import min_driver, residency_shortages, resources
 from ...planner.devices import Device, device_hardware
 from ...planner.tiles import slots
@@ -84,7 +84,7 @@ def check_driver(module: _C.Module) -> None:
     if module.path in _driver_runs:
         return
     needed = min_driver(module)
-    version = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    version = driver_version()
     if needed is not None and too_old(version, needed):
         raise LaunchError(
             f"this machine's driver supports CUDA {version // 1000}.{version % 1000 // 10}, but "

@@ -191,7 +191,7 @@ def test_a_driver_runs_what_its_cuda_or_an_older_one_compiled(
     monkeypatch: pytest.MonkeyPatch, supported: int, needed: int, refused: bool
 ) -> None:
     monkeypatch.setattr(cuda, "min_driver", lambda module: needed)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: supported, raising=False)
+    monkeypatch.setattr(cuda, "driver_version", lambda: supported)
     module: Any = SimpleNamespace(path=f"/kernels/{supported}/{needed}.so")
     if not refused:
         cuda.check_driver(module)
@@ -491,7 +491,7 @@ def test_fewer_blocks_than_planned_are_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kernel = compiled(spec_of("plain", "sm_80", "prefill"))
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    monkeypatch.setattr(cuda, "driver_version", lambda: 13000)
     state = DeviceState(CUDA0, "sm_80", fixed=False)
 
     def in_a_new_process() -> None:
