@@ -105,11 +105,24 @@ def _panels_bytes(rows: int, head_dim: int) -> int:
 
 
 def _wgmma_shared_bytes(spec: KernelSpec) -> int:
-    """As `wgmma/ring.h` lays it out: Q, rings of K and V, barriers, records, items, the walk."""
+    """As `wgmma/ring.h` lays it out, with the stages of Q that fit."""
+    return _wgmma_bytes(spec, query_stages(spec))
+
+
+def query_stages(spec: KernelSpec) -> int:
+    """Stages of Q of a wgmma kernel: two, if as many blocks fit a multiprocessor as with one."""
+    one, two = (resident_by_shared(spec.target, _wgmma_bytes(spec, n)) for n in (1, 2))
+    wanted = 1 if spec.tile_q == 128 else min(one, 2)
+    return 2 if two >= wanted else 1
+
+
+def _wgmma_bytes(spec: KernelSpec, query_stages: int) -> int:
+    """Q, rings of K and V, barriers, records, items, the walk."""
     consumers = spec.tile_q // 16
     ring = _panels_bytes(spec.tile_kv, spec.head_dim) + _panels_bytes(spec.tile_kv, spec.head_dim_v)
-    tiles = _panels_bytes(spec.tile_q, spec.head_dim) + spec.num_stages * ring
-    barriers = _up(8 * (4 * spec.num_stages + spec.tile_q // 32 + 1), 16)
+    queries = query_stages * _panels_bytes(spec.tile_q, spec.head_dim)
+    tiles = queries + spec.num_stages * ring
+    barriers = _up(8 * (4 * spec.num_stages + query_stages * spec.tile_q // 32 + 1), 16)
     warps = 32 * spec.num_warps + 32 + consumers * row_temps(spec.variant) * 4
     return tiles + barriers + 16 * spec.num_stages + warps
 

@@ -10,7 +10,13 @@ from ..env import templates_dir
 from ..errors import InputError
 from ..variants.interval.simplify import range_tables
 from ..variants.lower.hooks import lower_hooks
-from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes, warpgroup_registers
+from .budget import (
+    ctas_per_sm,
+    merge_shared_bytes,
+    query_stages,
+    shared_bytes,
+    warpgroup_registers,
+)
 from .spec import CPP_TYPES, AnySpec, KernelSpec, UtilitySpec, matrix_dtype
 from .targets import CPU_ROWS, has_amx, is_cuda, sm_version
 
@@ -78,6 +84,7 @@ def _cuda_names(spec: KernelSpec) -> dict[str, object]:
     return {
         "min_blocks": ctas_per_sm(spec),
         "shared_bytes": shared_bytes(spec),
+        "query_stages": query_stages(spec),
         "warpgroup_registers": warpgroup_registers(spec),
         "merge_shared_bytes": merge_shared_bytes(spec),
         "merge_waits": sm_version(spec.target) >= 90,

@@ -164,7 +164,7 @@ def test_a_steady_call_waits_for_nothing():
 @pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=lambda s: s.id)
 def test_a_captured_call_replays_on_new_contents(shape):
     q, k, v = tensors(shape)
-    slopes = torch.rand(PREFILL.num_q_heads, device=DEVICE)
+    slopes = torch.rand(shape.num_q_heads, device=DEVICE)
 
     def call() -> torch.Tensor:
         return attention(q, k, v, fa.ALiBi(), q_offset="end", slopes=slopes)
@@ -180,7 +180,7 @@ def test_a_captured_call_replays_on_new_contents(shape):
     for seed in (1, 2, 3):
         for old, new in zip((q, k, v), tensors(shape, seed), strict=True):
             old.copy_(new)
-        slopes.copy_(torch.rand(PREFILL.num_q_heads, generator=torch.Generator().manual_seed(seed)))
+        slopes.copy_(torch.rand(shape.num_q_heads, generator=torch.Generator().manual_seed(seed)))
         out.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()

@@ -163,13 +163,13 @@ uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes
     const Conflict conflict = reads ? history_.read(warp.index, by, warp.current, offset, bytes)
                                     : history_.write(warp.index, by, warp.current, offset, bytes,
                                                      access == Access::atomic);
-    if (conflict.kind != Conflict::Kind::none)
-      report(warp, lane, conflict, reads ? "a read" : "a write");
+    report(warp, lane, conflict, reads ? "a read" : "a write");
   }
   return at;
 }
 
 void Block::report(const Warp& warp, int lane, const Conflict& conflict, const char* access) {
+  if (conflict.kind == Conflict::Kind::none) return;
   const uint64_t address = kSharedWindow + conflict.byte;
   if (conflict.kind == Conflict::Kind::unwritten) {
     if (!launch_.options.check_uninitialised) return;

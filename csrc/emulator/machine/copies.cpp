@@ -1,5 +1,4 @@
-// Asynchronous copies (cp.async) of a warp: queued at issue, performed at issue or when they are
-// waited for.
+// Asynchronous copies (cp.async) of a warp: queued, and performed at issue or when waited for.
 #include <algorithm>
 
 #include "machine/machine.h"
@@ -17,12 +16,10 @@ void Block::issue_copy(Warp& warp, const AsyncCopy& copy) {
   if (copy.source_bytes > 0)
     global_at(warp, copy.lane, copy.source, copy.source_bytes, Access::read, copy.bytes);
   shared_inside(warp, copy.lane, copy.shared, copy.bytes, "a copy");
-  if (track_) {
-    const Conflict conflict =
-        history_.launch(warp.index, copy.lane, copy.pc, copy.shared, copy.bytes);
-    if (conflict.kind != Conflict::Kind::none)
-      report(warp, copy.lane, conflict, "a copy into bytes");
-  }
+  if (track_)
+    report(warp, copy.lane,
+           history_.launch(warp.index, copy.lane, copy.pc, copy.shared, copy.bytes),
+           "a copy into bytes");
   warp.copies.push_back(copy);
   warp.copies.back().group = warp.committed[copy.lane];
   warp.copies.back().serial = warp.issued++;
@@ -70,12 +67,16 @@ void Block::arrive_after_copies(Warp& warp, uint32_t mask, Mbarrier& mbarrier, b
 }
 
 void Block::finish_copy_arrival(size_t index) {
+  Warp& warp = warps_[copy_arrivals_[index].warp];
+  for (size_t i = 0; i <= index; ++i) {  // the copies of earlier arrivals are complete too
+    const CopyArrival& of = copy_arrivals_[i];
+    if (of.warp != warp.index) continue;
+    finish_copies(warp, of.clock, [&](const AsyncCopy& copy) {
+      return (of.lanes >> copy.lane & 1) != 0 && copy.serial < of.before;
+    });
+  }
   const CopyArrival arrival = std::move(copy_arrivals_[index]);
   copy_arrivals_.erase(copy_arrivals_.begin() + static_cast<ptrdiff_t>(index));
-  Warp& warp = warps_[arrival.warp];
-  finish_copies(warp, arrival.clock, [&](const AsyncCopy& copy) {
-    return (arrival.lanes >> copy.lane & 1) != 0 && copy.serial < arrival.before;
-  });
   const int lane = __builtin_ctz(arrival.lanes);
   warp.current = arrival.pc;
   Mbarrier& mbarrier = initialised(warp, lane, arrival.mbarrier);

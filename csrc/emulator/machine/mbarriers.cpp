@@ -58,7 +58,7 @@ Mbarrier& Block::use_mbarrier(Warp& warp, int lane, uint32_t offset, bool asynch
              "fence.proxy.async is missing after its init at " +
                  source_of(conflict.pc),
              kSharedWindow + offset);
-  if (conflict.kind != Conflict::Kind::none) report(warp, lane, conflict, "a use of the mbarrier");
+  report(warp, lane, conflict, "a use of the mbarrier");
   return mbarrier;
 }
 

@@ -105,9 +105,9 @@ void Block::issue_load(Warp& warp, int lane, const Box& box, uint32_t shared, ui
     if (count > 0) global_at(warp, lane, address, count, Access::read, 1);
     shared_inside(warp, lane, offset, kChunk, "a copy");
     if (!track_) return;
-    const Conflict conflict = history_.begin_async_write(warp.index, static_cast<uint32_t>(lane),
-                                                         warp.current, offset, kChunk);
-    if (conflict.kind != Conflict::Kind::none) report(warp, lane, conflict, "a copy into bytes");
+    const uint32_t by = static_cast<uint32_t>(lane);
+    const Conflict found = history_.begin_async_write(warp.index, by, warp.current, offset, kChunk);
+    report(warp, lane, found, "a copy into bytes");
   });
   loads_.push_back({box, shared, mbarrier, warp.index, warp.current, 0, lane, false});
   if (completes_at_issue()) finish_load(loads_.size() - 1);
@@ -136,9 +136,9 @@ void Block::issue_store(Warp& warp, int lane, const Box& box, uint32_t shared) {
     if (count == 0) return;
     global_at(warp, lane, address, count, Access::write, 1);
     if (!track_) return;
-    const Conflict conflict = history_.begin_async_read(warp.index, warp.current, offset + skipped,
-                                                        count, static_cast<uint32_t>(lane));
-    if (conflict.kind != Conflict::Kind::none) report(warp, lane, conflict, "a copy of bytes");
+    const Conflict found = history_.begin_async_read(warp.index, warp.current, offset + skipped,
+                                                     count, static_cast<uint32_t>(lane));
+    report(warp, lane, found, "a copy of bytes");
   });
   const uint32_t group = warp.bulk_committed[lane];
   stores_.push_back({box, shared, 0, warp.index, warp.current, group, lane, completes_at_issue()});

@@ -126,10 +126,9 @@ void Block::issue_product(Warp& warp, const Insn& insn, Product product) {
   hold_registers(warp, insn, product.serial);
   for (const uint32_t chunk : product.chunks) {
     shared_inside(warp, 0, chunk, kOperandChunk, "a read by wgmma");
-    if (!track_) continue;
-    const Conflict conflict =
-        history_.begin_async_read(warp.index, warp.current, chunk, kOperandChunk);
-    if (conflict.kind != Conflict::Kind::none) report(warp, 0, conflict, "a read by wgmma");
+    if (track_)
+      report(warp, 0, history_.begin_async_read(warp.index, warp.current, chunk, kOperandChunk),
+             "a read by wgmma");
   }
   // A delay of up to 1,023 instructions, with short and long ones equally likely.
   const Completion completion = launch_.options.completion;

@@ -1,4 +1,4 @@
-"""The machine code in artifacts, as far as the rule about spills needs it: no disassembler.
+"""The machine code in artifacts, as far as the rules about it need it: no disassembler.
 
 An instruction has 128 bits: the opcode in the lowest 12, the predicate in the next 4, and in a
 branch the distance to its target, from the end of the instruction, in units of 4 bytes: 48 bits
@@ -21,11 +21,12 @@ _CODE = b".text."
 _NO_PREDICATE = 7
 _SIZE = 16
 _UNIFORM_BRANCH = 0x547  # on a uniform predicate
+_UNIFORM_COPY = 0xDAE  # LDGSTS to the sum of a register and a uniform register
 _IF_DIVERGENT = 2  # in bits 32 and 33 of a branch: BRA.DIV, for warps that have diverged
 
 _NAMES = {
     0x23C: "HMMA", 0x9F0: "HGMMA", 0xDF0: "HGMMA", 0x9C5: "WARPGROUP",
-    0x983: "LDL", 0x387: "STL", 0xFAE: "LDGSTS",
+    0x983: "LDL", 0x387: "STL", 0xFAE: "LDGSTS", _UNIFORM_COPY: "LDGSTS",
     0x947: "BRA", _UNIFORM_BRANCH: "BRA", 0x94D: "EXIT", 0x950: "RET", 0x949: "BRX",
     0x95C: "BPT",
 }  # fmt: skip
@@ -80,6 +81,23 @@ def spills_among_products(artifact: bytes, target: str) -> dict[str, int]:
         for name, code in decode(artifact, target).items()
         if (found := loops(code))
     }
+
+
+def illegal_copies(artifact: bytes, target: str) -> int:
+    """Copies to shared memory that ptxas miscompiled: their address has a uniform register.
+
+    On sm_90 and later the field of that register is taken, by the descriptor of global memory.
+    ptxas of CUDA 13.0 writes such copies all the same, in one kernel of 200, with register 0 for
+    both; a GPU stops at them (an illegal instruction).
+    """
+    if sm_version(target) < 90:
+        return 0
+    return sum(
+        (code[at] | (code[at + 1] & 15) << 8) == _UNIFORM_COPY
+        for cubin in cubins(artifact)
+        for _, code in _kernels(cubin)
+        for at in range(0, len(code), _SIZE)
+    )
 
 
 def _kernels(cubin: bytes) -> Iterator[tuple[str, bytes]]:

@@ -226,6 +226,7 @@ LOG = "build.log"
 COMMAND = "command"
 RESOURCES = "resources.json"
 SOURCE = "kernel.cpp"
+_WHOLE_ADDRESSES = "FAJIT_WHOLE_ADDRESSES"  # see `copied_to` in fajit/cuda/ptx/copy.h
 
 # file:line:column: in front of a function in a stack report; file and function may contain colons.
 _LOCATION = re.compile(r"^.*?:\d+:\d+:")
@@ -236,18 +237,27 @@ def source_name(target: str) -> str:
     return nvcc.SOURCE if is_cuda(target) else SOURCE
 
 
-def build(source: str, key: str, target: str, compiler: Compiler | None, staging: Path) -> float:
+def build(
+    source: str,
+    key: str,
+    target: str,
+    compiler: Compiler | None,
+    staging: Path,
+    defined: tuple[str, ...] = (),
+) -> float:
     """Compiles `source` into `staging`, leaving exactly the files of a cache entry but meta.json.
 
+    defined: macros; a CUDA kernel with `cubin.illegal_copies` is compiled once more, with another.
     Returns the seconds inside the driver. The GIL is released while the compiler runs. Raises
     BuildFailure, with the source and the log in `staging`; SpillError where a CUDA kernel spills
     registers, with all files in `staging`; OSError where `staging` cannot be written.
     """
     # The key is part of the source, so that the source in an entry is complete.
     staged = staging / source_name(target)
-    staged.write_text(f'#define FAJIT_KEY "{key}"\n#line 1 "{staged.name}"\n{source}')
+    defines = "".join(f"#define {name}\n" for name in (f'FAJIT_KEY "{key}"', *defined))
+    staged.write_text(f'{defines}#line 1 "{staged.name}"\n{source}')
     log = staging / LOG
-    log.touch()
+    log.write_bytes(b"")
     if compiler is None:
         missing = missing_compiler(target)
         log.write_text(missing + "\n")
@@ -264,6 +274,11 @@ def build(source: str, key: str, target: str, compiler: Compiler | None, staging
         raise failure(output, str(error)) from error
     compile_s = time.perf_counter() - start
     library.replace(staging / ARTIFACT)
+    if is_cuda(target) and _has_illegal_copies(staging / ARTIFACT, target):
+        if _WHOLE_ADDRESSES in defined:
+            raise BuildFailure("ptxas wrote copies that a GPU cannot execute", None)
+        shutil.rmtree(work)
+        return compile_s + build(source, key, target, compiler, staging, (_WHOLE_ADDRESSES,))
     artifact_bytes = staging.joinpath(ARTIFACT).stat().st_size
     resources: dict[str, Any]
     complaints: list[str] = []
@@ -284,6 +299,12 @@ def build(source: str, key: str, target: str, compiler: Compiler | None, staging
     if complaints:
         raise SpillError(complaints, compile_s, spill_bytes)
     return compile_s
+
+
+def _has_illegal_copies(artifact: Path, target: str) -> bool:
+    from flashattn_jit.jit.compilation.cubin import illegal_copies
+
+    return illegal_copies(artifact.read_bytes(), target) > 0
 
 
 def missing_compiler(target: str) -> str:

@@ -48,6 +48,18 @@ FAJIT_DEV void store_word(uint32_t to, int32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
+// The address that a copy writes to. ptxas of CUDA 13.0 may take it apart, into a register and a
+// uniform register that it then never names: for sm_90 the copy is an illegal instruction. The
+// builder compiles kernels with such copies once more with FAJIT_WHOLE_ADDRESSES: grids have one
+// dim, which ptxas does not know, so the address has to be in one register.
+FAJIT_DEV uint32_t copied_to(uint32_t address) {
+#ifdef FAJIT_WHOLE_ADDRESSES
+  return address ^ blockIdx.z;
+#else
+  return address;
+#endif
+}
+
 // How the L2 keeps what copies read. Read once: it is evicted before other data.
 template <bool kReadOnce>
 struct L2Policy {};
@@ -65,15 +77,17 @@ struct L2Policy<true> {
 // is read.
 FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes, L2Policy<false>) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(copied_to(to)), "l"(from),
+               "r"(bytes)
                : "memory");
 #endif
 }
 FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes, L2Policy<true> policy) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
-               "l"(from), "r"(bytes), "l"(policy.bits)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(copied_to(to)),
+      "l"(from), "r"(bytes), "l"(policy.bits)
+      : "memory");
 #endif
 }
 

@@ -37,6 +37,13 @@ template <class T>
 FAJIT_DEV T uniform(T x) {
   return from_lane(x, 0);
 }
+// The same by a reduction, whose result ptxas keeps in a uniform register: what is computed from it
+// alone, and addresses of shared memory beside it, stay out of the threads' registers. sm_80 on.
+FAJIT_DEV uint32_t uniform_word(uint32_t x) {
+  uint32_t y;
+  asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
 // From lane 0 to 3 of the own quad.
 template <class T>
 FAJIT_DEV T from_quad_lane(T x, int lane) {

@@ -57,8 +57,10 @@ class Consumer {
 
   FAJIT_DEV void run() {
     if (kTakesTurns && group() == 1) ptx::arrive_named(turn_of(0), kTurnThreads);
-    uint32_t num_items = 0;
-    for_each_item(a_, ring_, [&](const fajit_work& item) { attend(item, num_items++); });
+    for_each_item(a_, ring_, [&](const fajit_work& item) {
+      attend(item);
+      ++num_items_;
+    });
   }
 
  private:
@@ -74,19 +76,19 @@ class Consumer {
     if (lane_ == 0) ptx::arrive(barrier);
   }
 
-  FAJIT_DEV void attend(const fajit_work& item, uint32_t num_items) {
+  FAJIT_DEV void attend(const fajit_work& item) {
     const Rows rows(c_, a_, item);
     Softmax softmax;
     float o[1][kD][4];
 #pragma unroll
     for (int d = 0; d < kD; ++d) o[0][d][0] = o[0][d][1] = o[0][d][2] = o[0][d][3] = 0.0f;
 
-    ptx::wait(ring_.full_queries(group()), num_items & 1);
+    ptx::wait(ring_.full_queries(group(), num_items_), Parts::query_phase(num_items_));
     finish_queries(item);
     run_tiles(item, rows, softmax, o);
     softmax.finish();
     write_states(item, rows, softmax, o);
-    release(ring_.empty_queries(group()));
+    release(ring_.empty_queries(group(), num_items_));
   }
 
   FAJIT_DEV TileRecord next_tile() const {
@@ -183,7 +185,7 @@ class Consumer {
     return item.head_begin / c_.group_size();
   }
   FAJIT_DEV uint32_t queries() const {
-    return ring_.queries() + group() * ptx::kGroupRows * kPanelRowBytes;
+    return ring_.address(Parts::queries(num_items_)) + group() * ptx::kGroupRows * kPanelRowBytes;
   }
 
   // --- the ends of an item -----------------------------------------------------------------------
@@ -196,6 +198,7 @@ class Consumer {
     const int32_t p = item.row_begin + warp_ * kWarpRows + lane_ % kWarpRows;
     return packed_row<false>(a_, item, min(p, item.row_end - 1));
   }
+  FAJIT_DEV unsigned char* query_tile() const { return ring_.shared + Parts::queries(num_items_); }
   FAJIT_DEV float* temps() const {
     return reinterpret_cast<float*>(ring_.shared + Parts::kTempsBegin) + warp_ * Hooks::kRowTemps;
   }
@@ -208,13 +211,13 @@ class Consumer {
       const PackedRow mine = own_row(item);
       for (int r = 0; r < count; ++r) {
         const PackedRow row = row_from_lane(mine, r);
-        Hooks::query_mod(c_, TileRow<Element, QLayout>{ring_.shared, warp_ * kWarpRows + r},
+        Hooks::query_mod(c_, TileRow<Element, QLayout>{query_tile(), warp_ * kWarpRows + r},
                          temps(), lane_, row.b, row.h, row.q_idx);
       }
       __syncwarp();
     }
     if (units_.query != 1.0f)
-      multiply_rows<Element, QLayout>(ring_.shared, warp_ * kWarpRows, count, units_.query);
+      multiply_rows<Element, QLayout>(query_tile(), warp_ * kWarpRows, count, units_.query);
     ptx::fence_async_proxy();
     __syncwarp();
   }
@@ -232,7 +235,7 @@ class Consumer {
     const StateWriter<Config, Hooks> writer{c_, emit_of(a_, item.partial)};
     const PackedRow mine = own_row(item);
     const int count = own_rows(item);
-    unsigned char* const own = ring_.shared + warp_ * kWarpRows * kPanelRowBytes;
+    unsigned char* const own = query_tile() + warp_ * kWarpRows * kPanelRowBytes;
     const bool packs = kPacksRows && writer.emit == Emit::kFinal;
     __syncwarp();  // all lanes have finished with the warp's Q
 #pragma unroll
@@ -289,7 +292,8 @@ class Consumer {
   const Units& units_;
   const Parts ring_;
   const int warp_, lane_;
-  uint32_t turn_ = 0;  // of the next tile's keys
+  uint32_t turn_ = 0;       // of the next tile's keys
+  uint32_t num_items_ = 0;  // before this one
 };
 
 // The kernel: warpgroups 0 .. kGroups - 1 consume, the last one produces.

@@ -64,9 +64,9 @@ class Producer {
 
   // The queries of a group of consumers for all items, by one warp.
   FAJIT_DEV void send_queries(int group) const {
-    uint32_t turn = 0;
+    uint32_t n = 0;
     for_each_item(a_, ring_, [&](const fajit_work& item) {
-      ptx::wait(ring_.empty_queries(group), turn & 1 ^ 1);
+      ptx::wait(ring_.empty_queries(group, n), Parts::query_phase(n) ^ 1);
       const int32_t first = item.row_begin + group * ptx::kGroupRows;
 #pragma unroll 1
       for (int at = 0; at < ptx::kGroupRows; at += 32) {
@@ -74,13 +74,15 @@ class Producer {
         const PackedRow row = packed_row<false>(a_, item, p);
         const uint16_t* from =
             static_cast<const uint16_t*>(a_.q) + row_offset<false>(a_, item, row, a_.q_stride);
-        load_rows<Config::kHeadDim, QLayout, 32, true>(ring_.shared, group * ptx::kGroupRows + at,
+        load_rows<Config::kHeadDim, QLayout, 32, true>(ring_.shared + Parts::queries(n),
+                                                       group * ptx::kGroupRows + at,
                                                        item.row_end - first - at, HeldRows{from});
       }
-      ptx::arrive_after_copies(ring_.full_queries(group));
-      ++turn;
+      ptx::arrive_after_copies(ring_.full_queries(group, n));
+      ++n;
     });
-    if (turn > 0) ptx::wait(ring_.full_queries(group), turn & 1 ^ 1);  // its copies have ended
+    if (n > 0)  // its copies have ended
+      ptx::wait(ring_.full_queries(group, n - 1), Parts::query_phase(n - 1));
   }
 
  private:

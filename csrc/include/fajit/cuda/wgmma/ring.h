@@ -7,6 +7,9 @@
 //
 //             full: 1 arrival, by the producer, and the bytes of the boxes
 //             empty: an arrival by each warp of the consumers
+//
+// Q of the block's n-th item is in stage n % kQueryStages. With two stages, the queries of an item
+// are loaded while the one before is computed, and its results leave through its own stage.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cuda/common/kv_walk.h>
@@ -29,18 +32,19 @@ template <class Config, class Hooks>
 struct Ring {
   static constexpr int kGroups = Config::kTileQ / ptx::kGroupRows;  // of consumers
   static constexpr int kConsumerWarps = kGroups * ptx::kGroupWarps;
-  static constexpr int kStages = Config::kStages;
+  static constexpr int kStages = Config::kStages, kQueryStages = Config::kQueryStages;
   using QLayout = PanelLayout<Config::kDim, Config::kTileQ>;
   using KLayout = PanelLayout<Config::kDim, Config::kTileKv>;
   using VLayout = PanelLayout<Config::kDimV, Config::kTileKv>;
   using Walk = KvWalk<Config, Hooks, Config::kTileKv, Config::kTileKv>;
 
-  // Shared memory: Q, K stages, V stages; then barriers, records, the work item of each warp, the
+  // Shared memory: Q stages, K stages, V stages; then barriers, records, the work item of each warp, the
   // producer's walk, scratch of row hooks.
-  static constexpr int kKBegin = QLayout::kBytes;
+  static constexpr int kKBegin = kQueryStages * QLayout::kBytes;
   static constexpr int kVBegin = kKBegin + kStages * KLayout::kBytes;
   static constexpr int kBarriersBegin = kVBegin + kStages * VLayout::kBytes;
-  static constexpr int kBarriers = 4 * kStages + 2 * kGroups + 1;
+  static constexpr int kQueryBarriers = kGroups * kQueryStages;  // full, and as many empty
+  static constexpr int kBarriers = 4 * kStages + 2 * kQueryBarriers + 1;
   static constexpr int kRecordsBegin =
       round_up(kBarriersBegin + kBarriers * ptx::kBarrierBytes, 16);
   static constexpr int kItemsBegin = kRecordsBegin + kStages * 16;
@@ -51,7 +55,8 @@ struct Ring {
   unsigned char* shared;
 
   FAJIT_DEV uint32_t address(int offset) const { return ptx::shared_address(shared) + offset; }
-  FAJIT_DEV uint32_t queries() const { return address(0); }
+  // Offset of the queries of the n-th item.
+  static FAJIT_DEV uint32_t queries(uint32_t n) { return n % kQueryStages * QLayout::kBytes; }
   FAJIT_DEV uint32_t keys(uint32_t turn) const {
     return address(kKBegin) + turn % kStages * KLayout::kBytes;
   }
@@ -67,10 +72,13 @@ struct Ring {
   FAJIT_DEV uint32_t empty_values(uint32_t turn) const {
     return barrier(3 * kStages + turn % kStages);
   }
-  FAJIT_DEV uint32_t full_queries(int group) const { return barrier(4 * kStages + group); }
-  FAJIT_DEV uint32_t empty_queries(int group) const {
-    return barrier(4 * kStages + kGroups + group);
+  FAJIT_DEV uint32_t full_queries(int group, uint32_t n) const {
+    return barrier(4 * kStages + n % kQueryStages * kGroups + group);
   }
+  FAJIT_DEV uint32_t empty_queries(int group, uint32_t n) const {
+    return barrier(4 * kStages + kQueryBarriers + n % kQueryStages * kGroups + group);
+  }
+  static FAJIT_DEV uint32_t query_phase(uint32_t n) { return n / kQueryStages & 1; }
   FAJIT_DEV uint32_t landed() const { return barrier(kBarriers - 1); }  // see Producer
   static FAJIT_DEV uint32_t phase(uint32_t turn) { return turn / kStages & 1; }
 
@@ -80,10 +88,10 @@ struct Ring {
     for (int i = 0; i < kBarriers; ++i) {
       const bool empties = i >= 2 * kStages && i < 4 * kStages;
       const bool of_queries = i >= 4 * kStages && i < kBarriers - 1;
-      const int arrivals = empties                     ? kConsumerWarps
-                           : !of_queries               ? 1
-                           : i < 4 * kStages + kGroups ? 32  // lanes of the warp that loads them
-                                                       : ptx::kGroupWarps;
+      const int arrivals = empties                            ? kConsumerWarps
+                           : !of_queries                      ? 1
+                           : i < 4 * kStages + kQueryBarriers ? 32  // lanes of the warp that loads
+                                                              : ptx::kGroupWarps;
       ptx::make_barrier(barrier(i), arrivals);
     }
     ptx::publish_barriers();
@@ -99,7 +107,7 @@ struct Ring {
     uint32_t words[4];
     ptx::load_words(words, record(turn));
     __syncwarp();  // before one lane lets the producer overwrite it
-    const uint32_t flags = ptx::uniform(words[2]);
+    const uint32_t flags = ptx::uniform_word(words[2]);
     return {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]), (flags & 1) != 0},
             (flags & 2) != 0,
             (flags & 4) != 0};
