@@ -187,7 +187,7 @@ class BatchLengths:
 class Kind:
     """A kernel for the planner: its tile and the costs of its work (`Kind` of
     csrc/scheduler/batch_plan.h). module may be None if masks are not classified. alone_ns: load_ns
-    by default, for workers that do not share a bandwidth."""
+    by default, for workers that do not share a bandwidth. cached_keys: 0: not known."""
 
     def __init__(
         self,
@@ -201,6 +201,7 @@ class Kind:
         pair_ns: float,
         state_ns: float,
         alone_ns: float | None = None,
+        cached_keys: float = 0.0,
     ) -> None: ...
     @property
     def tile_q(self) -> int: ...

@@ -1,5 +1,4 @@
 // Assigns units to workers: longest first, to the least loaded worker, cut where a worker is full.
-// Workers compute their parts in this order; those of a prefill on a device, head by head.
 #pragma once
 
 #include <cstdint>

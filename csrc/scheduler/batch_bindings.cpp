@@ -84,17 +84,18 @@ void read_kinds(const Kinds& source, Kind (&kinds)[2]) {
 
 Kind make_kind(std::shared_ptr<runtime::Module> module, int32_t tile_q, int32_t row_granule,
                int32_t tile_kv, int32_t min_chunk, double item_ns, double load_ns, double pair_ns,
-               double state_ns, std::optional<double> alone_ns) {
+               double state_ns, std::optional<double> alone_ns, double cached_keys) {
   if (tile_q < 1) throw py::value_error("tile_q of a kind must be positive");
-  return {std::move(module),          tile_q,  row_granule, tile_kv, min_chunk, item_ns, load_ns,
-          alone_ns.value_or(load_ns), pair_ns, state_ns};
+  return {std::move(module),          tile_q,  row_granule, tile_kv,    min_chunk, item_ns, load_ns,
+          alone_ns.value_or(load_ns), pair_ns, state_ns,    cached_keys};
 }
 
 void bind_kind(py::module_& m) {
   py::class_<Kind, std::shared_ptr<Kind>>(m, "Kind")
       .def(py::init(&make_kind), py::arg("module"), py::arg("tile_q"), py::arg("row_granule"),
            py::arg("tile_kv"), py::arg("min_chunk"), py::arg("item_ns"), py::arg("load_ns"),
-           py::arg("pair_ns"), py::arg("state_ns"), py::arg("alone_ns") = py::none())
+           py::arg("pair_ns"), py::arg("state_ns"), py::arg("alone_ns") = py::none(),
+           py::arg("cached_keys") = 0.0)
       .def_readonly("tile_q", &Kind::tile_q)
       .def_readonly("tile_kv", &Kind::tile_kv)
       .def_readonly("min_chunk", &Kind::min_chunk);

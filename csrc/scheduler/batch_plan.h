@@ -120,6 +120,7 @@ struct Kind {
   // while all are active and share the memory's bandwidth. With fewer each is faster, down to
   // alone_ns per key, where the copies in flight to one worker limit it.
   double item_ns = 0, load_ns = 0, alone_ns = 0, pair_ns = 0, state_ns = 0;
+  double cached_keys = 0;  // of one kv head, how many a device's cache holds; 0: not known
 
   // The part of the workers that saturate the memory; 1: they do not share a bandwidth.
   double saturating_share() const {

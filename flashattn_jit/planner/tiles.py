@@ -380,6 +380,7 @@ def slots(spec: KernelSpec, device: Device, registers: int | None = None) -> Slo
 
 # --- costs of work -------------------------------------------------------------------------------
 
+_CACHED_SHARE = 0.25  # of the L2, for keys: an H100's two halves hold copies of what both read
 _CUDA_ITEM_NS = 2000.0
 """Latency from the start of a thread block's item to its first product, and from its last one to
 the stored rows: three dependent loads from device memory (work item, then q and page table, then
@@ -435,6 +436,9 @@ class Costs(NamedTuple):
     to ``alone`` per key, where the bytes in flight to one thread block per latency limit it
     (Little's law). About a quarter of the slots saturate an H100, so a batch with as many items
     gains nothing from splits. On CPUs, and for prefill, ``alone`` is ``load``.
+
+    cached_keys: of one kv head, how many fit a quarter of a device's L2. Prefill goes through
+    requests and heads in sections of so many keys.
     """
 
     item_ns: float
@@ -442,6 +446,7 @@ class Costs(NamedTuple):
     alone_ns: float
     pair_ns: float
     state_ns: float
+    cached_keys: float = 0.0
 
 
 @cache
@@ -465,7 +470,8 @@ def coefficients(spec: KernelSpec, target: str, device: Device | None = None) ->
 
     Example:
         >>> coefficients(spec, "sm_90")
-        Costs(item_ns=2000.0, load_ns=71.2, alone_ns=15.6, pair_ns=0.41, state_ns=143.5)
+        Costs(item_ns=2000.0, load_ns=71.2, alone_ns=15.6, pair_ns=0.41, state_ns=143.5,
+              cached_keys=25600.0)
     """
     k_bytes, v_bytes = DTYPE_BYTES[spec.k_dtype], DTYPE_BYTES[spec.v_dtype]
     key_bytes = spec.head_dim * k_bytes + spec.head_dim_v * v_bytes
@@ -478,6 +484,7 @@ def coefficients(spec: KernelSpec, target: str, device: Device | None = None) ->
         bytes_per_ns = device.read_bytes_per_s * _MEMORY_SHARE / workers * 1e-9
         flops_per_ns = device.flops("bfloat16") * _MATRIX_SHARE[spec.tile_kind] / workers * 1e-9
         item_ns = _CUDA_ITEM_NS
+        cached_keys = device.l2_bytes * _CACHED_SHARE / key_bytes
         load_ns = alone_ns = key_bytes / bytes_per_ns
         if spec.tile_kind == "few_row":
             flying_per_ns = cuda_tiles.block_bytes_in_flight(spec) / _CUDA_LOAD_LATENCY_NS
@@ -493,8 +500,10 @@ def coefficients(spec: KernelSpec, target: str, device: Device | None = None) ->
         bytes_per_ns = READ_BYTES_PER_S_PER_CORE * 1e-9
         flops_per_ns = 2 * lanes * fmas * clock_hz() * 1e-9
         item_ns = _CPU_ITEM_NS
+        cached_keys = 0.0
         load_ns = alone_ns = key_bytes / bytes_per_ns
-    return Costs(item_ns, load_ns, alone_ns, flops / flops_per_ns, state_bytes / bytes_per_ns)
+    state_ns = state_bytes / bytes_per_ns
+    return Costs(item_ns, load_ns, alone_ns, flops / flops_per_ns, state_ns, cached_keys)
 
 
 def merge_cost(target: str) -> float:

@@ -38,8 +38,8 @@ struct Ring {
   using VLayout = PanelLayout<Config::kDimV, Config::kTileKv>;
   using Walk = KvWalk<Config, Hooks, Config::kTileKv, Config::kTileKv>;
 
-  // Shared memory: Q stages, K stages, V stages; then barriers, records, the work item of each warp, the
-  // producer's walk, scratch of row hooks.
+  // Shared memory: Q stages, K stages, V stages; then barriers, records, the work item of each
+  // warp, the producer's walk, scratch of row hooks.
   static constexpr int kKBegin = kQueryStages * QLayout::kBytes;
   static constexpr int kVBegin = kKBegin + kStages * KLayout::kBytes;
   static constexpr int kBarriersBegin = kVBegin + kStages * VLayout::kBytes;
