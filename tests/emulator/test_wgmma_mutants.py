@@ -75,7 +75,8 @@ ARRIVES = "if (lane_ == 0) ptx::arrive"
 ARRIVES_FOR_FOUR = "if (lane_ == 0 && warp_ % 4 == 0) ptx::arrive"
 READS_RECORD = "return ring_.read_record(turn_);"
 K_THERE = "ptx::wait(ring_.full_keys(turn_), Parts::phase(turn_));"
-Q_FREE = "release(ring_.empty_queries(group()));"
+Q_FREE = "release(ring_.empty_queries(group(), num_items_));"
+Q_THERE = "ptx::wait(ring_.full_queries(group(), num_items_), Parts::query_phase(num_items_));"
 
 SENT = "      send_values(before, turn_ - 1);\n    });"  # ends send_tiles
 COPY_TO_NOBODY = """
@@ -116,7 +117,7 @@ MUTANTS = (
     # wgmma: fences, groups, waits
     plant("no wgmma.fence", "causal", ORDER, GROUP, '"wgmma.fence.sync.aligned;"', '"//"'),
     plant("no wgmma.fence in a step", "causal", ORDER, PREFILL,
-          "take_turn();\n      ptx::start_products();", "take_turn();"),
+          "factor[2];\n      ptx::start_products();", "factor[2];"),
     plant("products in no group", "causal", FLIGHT, GROUP,
           '"wgmma.commit_group.sync.aligned;"', '"//"'),
     plant("scores in no group", "causal", FLIGHT, PREFILL, "ptx::commit_products();", "", 2),
@@ -155,7 +156,17 @@ MUTANTS = (
           "return turn & 1;"),
     plant("the parity of empty K is not inverted", "causal", LOST, PRODUCER,
           "Parts::phase(turn_) ^ 1", "Parts::phase(turn_)"),
-    plant("the parity of queries is not flipped", "causal", LOST, PREFILL, "num_items & 1", "0"),
+    plant("the parity of queries is not flipped", "many items", LOST, RING,
+          "return n / kQueryStages & 1;", "return 0;"),
+    plant("the parity of queries is that of the item", "many items", LOST, RING,
+          "return n / kQueryStages & 1;", "return n & 1;"),
+    plant("the consumers' parity of queries is not flipped", "many items", LOST, PREFILL,
+          "Parts::query_phase(num_items_)", "0"),
+    plant("all queries in one stage", "many items", RACE, RING,
+          "return n % kQueryStages * QLayout::kBytes;", "return 0;"),
+    plant("one barrier for both stages of queries", "many items", LOST, RING,
+          "barrier(4 * kStages + n % kQueryStages * kGroups + group)",
+          "barrier(4 * kStages + group)"),
     plant("the parity of cut tiles is not flipped", "ragged", LOST, PRODUCER, "num_cut_++ & 1",
           "0"),
     plant("one more warp releases a stage", "causal", STUCK, RING, "? kConsumerWarps",
@@ -176,16 +187,16 @@ MUTANTS = (
           "ptx::wait(ring_.full_values(before)",
           "if (warp_ % 4 == 0) ptx::wait(ring_.full_values(before)"),
     plant("Q read before it is there", "causal", RACE, PREFILL,
-          "ptx::wait(ring_.full_queries(group()), num_items & 1);", ""),
+          Q_THERE, ""),
     plant("Q announced before its copies are complete", "causal", RACE, PRODUCER,
           "ptx::arrive_after_copies(", "ptx::arrive("),
     plant("K copied over K in use", "causal", (*RACE, "mbarrier"), PRODUCER,
           "ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);", ""),
     plant("V copied over V in use", "causal", (*RACE, "mbarrier"), PRODUCER,
           "ptx::wait(ring_.empty_values(turn_), Parts::phase(turn_) ^ 1);", ""),
-    plant("Q copied over Q in use", "causal", RACE, PRODUCER,
-          "ptx::wait(ring_.empty_queries(group), turn & 1 ^ 1);", ""),
-    plant("Q released before the output is packed", "causal", RACE, PREFILL,
+    plant("Q copied over Q in use", "many items", RACE, PRODUCER,
+          "ptx::wait(ring_.empty_queries(group, n), Parts::query_phase(n) ^ 1);", ""),
+    plant("Q released before the output is packed", "many items", RACE, PREFILL,
           "write_states(item, rows, softmax, o);\n    " + Q_FREE,
           Q_FREE + "write_states(item, rows, softmax, o);"),
     plant("rows cleared before V is there", "ragged", RACE, PRODUCER,
@@ -195,17 +206,6 @@ MUTANTS = (
             (PRODUCER, "ptx::wait(ring_.landed(), num_cut_++ & 1);",
              "ptx::wait(ring_.full_values(turn_), Parts::phase(turn_));", 0),
             (PRODUCER, "ptx::arrive(ring_.full_values(turn_));", "{}", 0))),
-    # Turns of the two groups
-    plant("no first turn", "causal", STUCK, PREFILL, "if (kTakesTurns && group() == 1)",
-          "if (false)"),
-    plant("one barrier for the turns of both groups", "causal", ("deadlock", "barrier"), PREFILL,
-          "return 1 + group;", "return 1;"),
-    plant("a barrier that no group waits for", "causal", STUCK, PREFILL,
-          "ptx::arrive_named(turn_of(0)", "ptx::arrive_named(turn_of(2)"),
-    plant("a turn is passed to the own group", "causal", ("deadlock", "barrier"), PREFILL,
-          "turn_of(group() ^ 1)", "turn_of(group())"),
-    plant("a turn is for one group", "causal", STUCK, PREFILL,
-          "kTurnThreads = 2 * ptx::kGroupThreads", "kTurnThreads = ptx::kGroupThreads"),
     # Records
     plant("a record read before it is there", "causal", RACE, PREFILL,
           f"{K_THERE}\n    {READS_RECORD}",
@@ -298,7 +298,7 @@ MUTANTS = (
           f"{LANES}\n        for (int r = first;", "for (int r = first;"),
     plant("packed rows read while they are written", "causal", RACE, PREFILL,
           f"if (packs) {{\n        {LANES}", "if (packs) {"),
-    plant("Q released while lanes read packed rows", "causal", RACE, PREFILL,
+    plant("Q released while lanes read packed rows", "many items", RACE, PREFILL,
           f"{LANES}\n  }}\n\n  const Context c_;", "}\n\n  const Context c_;"),
 )  # fmt: skip
 

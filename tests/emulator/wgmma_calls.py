@@ -144,6 +144,7 @@ CALLS: dict[str, Callable[[], Made]] = {
     "q_offset": lambda: dense(fa.Causal(), PLAIN, q_offset=300),
     "one key": lambda: dense(None, PLAIN._replace(kv_len=1)),
     "few rows": lambda: dense(fa.Causal(), PLAIN._replace(q_len=25), q_offset=565),
+    "many items": lambda: dense(fa.Causal(), Shape(1, 2, 2, 380, 400, 64, 64), q_offset=20),
     "group 1": lambda: dense(fa.Causal(), Shape(1, 2, 2, 150, 450, 64, 64), q_offset=300),
     "group 3": lambda: dense(fa.Causal(), Shape(1, 6, 2, 60, 450, 64, 64), q_offset=390),
     "group 8": lambda: dense(fa.Causal(), Shape(1, 8, 1, 40, 450, 64, 64), q_offset=410),

@@ -22,7 +22,7 @@ MERGE = ("request", "head_begin", "head_count", "row_begin", "row_end", "first_p
 
 SMALL_KINDS: tuple[dict[str, Any], ...] = (
     {"tile_q": 32, "row_granule": 8, "tile_kv": 16, "min_chunk": 32, "item_ns": 50.0,
-     "load_ns": 4.0, "pair_ns": 0.5, "state_ns": 5.0},
+     "load_ns": 4.0, "pair_ns": 0.5, "state_ns": 5.0, "cached_keys": 200.0},
     {"tile_q": 8, "row_granule": 1, "tile_kv": 16, "min_chunk": 32, "item_ns": 20.0,
      "load_ns": 4.0, "pair_ns": 0.25, "state_ns": 5.0},
 )  # fmt: skip

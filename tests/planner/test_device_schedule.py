@@ -171,6 +171,30 @@ def test_one_long_request_among_short_ones_is_cut_and_the_others_even_out():
     assert max(loads) < 1.04 * sum(loads) / SLOTS
 
 
+def in_flight(planned: Planned) -> list[set[tuple[int, int]]]:
+    """The (request, head) that workers are at, at each start of an item; a key costs the same."""
+    spans = []
+    for items in planned.lists(0):
+        start = 0
+        for item in items:
+            end = start + item["kv_end"] - item["kv_begin"]
+            spans.append((start, end, (item["request"], item["head_begin"])))
+            start = end
+    return [
+        {of for begin, end, of in spans if begin <= now < end}
+        for now in sorted({begin for begin, _, _ in spans})
+    ]
+
+
+def test_prefill_is_at_few_heads_at_a_time():
+    """A head's 16k keys are 8 MiB and the L2 of an H100 50: 4 heads, and the next 4 at a border.
+    The last tenth is assigned longest first, here of one more head of each quarter."""
+    planned = plan(16384, [16384], (16, 16), workers=132)
+    assert not planned.merges and len(planned.items) == 16 * 128
+    heads = [len(now) for now in in_flight(planned)]
+    assert max(heads) <= 8 and sorted(heads)[len(heads) // 2] <= 4
+
+
 def test_few_prefill_tiles_share_the_device():
     planned = plan(512, [16384])  # 32 tiles for 264 slots
     assert len(planned.merges) == 32 and len(planned.items) <= SLOTS

@@ -141,7 +141,7 @@ def test_wgmma_tiles_are_those_of_flash_attention_3(head_dim):
     theirs, ours = FLASH_ATTENTION_3[head_dim]
     assert spec.tile_kind == "prefill_wgmma"
     assert (spec.tile_q, spec.tile_kv) == ours
-    assert ours[0] * ours[1] >= 0.66 * theirs[0] * theirs[1]
+    assert ours[0] * ours[1] >= 0.59 * theirs[0] * theirs[1]
 
 
 # --- splits ---------------------------------------------------------------------------------------
