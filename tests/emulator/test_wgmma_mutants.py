@@ -193,7 +193,7 @@ MUTANTS = (
     plant("K copied over K in use", "causal", (*RACE, "mbarrier"), PRODUCER,
           "ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);", ""),
     plant("V copied over V in use", "causal", (*RACE, "mbarrier"), PRODUCER,
-          "ptx::wait(ring_.empty_values(turn_), Parts::phase(turn_) ^ 1);", ""),
+          "ptx::wait(ring_.empty_values(turn), Parts::phase(turn) ^ 1);", ""),
     plant("Q copied over Q in use", "many items", RACE, PRODUCER,
           "ptx::wait(ring_.empty_queries(group, n), Parts::query_phase(n) ^ 1);", ""),
     plant("Q released before the output is packed", "many items", RACE, PREFILL,
