@@ -119,8 +119,8 @@ class Driver {
 // The driver of this process, opened at the first call that succeeds. Throws DriverError.
 const Driver& driver();
 
-// The CUDA version that this machine's driver supports, 12040 for 12.4; 0 without a driver. Does not
-// initialise it: a process may fork afterwards.
+// The CUDA version that this machine's driver supports, 12040 for 12.4; 0 without a driver. Does
+// not initialise it: a process may fork afterwards.
 int driver_version();
 
 // For tests: the library that `driver` opens from now on, libcuda.so.1 if empty. Returns the
