@@ -1,8 +1,8 @@
 // Programmatic dependent launch: a kernel that starts while the one before it ends (sm_90).
 //
 // One launch of a call may do so: its merge, which follows the attention kernels of the call. Meant
-// to save the latency of that launch, an estimated 1 to 3 us of decoding with split keys: no GPU
-// has measured it.
+// to save the latency of that launch, an estimated 1 to 3 us of decoding with split keys, which has
+// not been measured by itself.
 //
 // Why every value is that of launches in order:
 //  * Before it waits, a merge writes nothing, and reads only its parameters and the plan. The plan
