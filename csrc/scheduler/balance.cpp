@@ -228,6 +228,7 @@ class Spreader {
       double cost;
       Turn turn;
     };
+    if (cached_keys_ == kNoLimit) return {};
     std::vector<Placed> placed;
     int32_t section = 0;
     double held = 0, before = 0;  // keys of the section so far; cost of the earlier ones
