@@ -56,6 +56,14 @@ def merge_states(
     Empty `lses` and `lse_strides` mean that the states are sums: they are added, `lse` is unused.
     """
 
+def copy_pieces(
+    sources: Buffer, destinations: Buffer, piece_bytes: int, num_threads: int
+) -> None:
+    """Copies pieces of memory: `piece_bytes` from each address in `sources` to its destination.
+
+    Both are contiguous int64 arrays. No destination may overlap another piece.
+    """
+
 class Module:
     """An artifact, loaded with RTLD_NOW | RTLD_LOCAL and never closed.
 

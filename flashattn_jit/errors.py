@@ -12,8 +12,8 @@ from dataclasses import KW_ONLY, dataclass
 __all__ = [
     "AbiError", "CacheError", "CompileError", "EmulatorError", "EmulatorFault",
     "FlashAttnJitError", "GradError", "InputError", "LaunchError", "ManifestError",
-    "MissingKernelError", "PackError", "ParamError", "TargetError", "TraceError",
-    "UnsafeCacheError", "VariantError", "VerificationError", "WarmError",
+    "MissingKernelError", "OutOfPages", "PackError", "ParamError", "SequenceError", "TargetError",
+    "TraceError", "UnsafeCacheError", "VariantError", "VerificationError", "WarmError",
 ]  # fmt: skip
 
 
@@ -139,6 +139,25 @@ class MissingKernelError(_WithFields, CacheError):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.layers = tuple(self.layers)
+
+
+class SequenceError(FlashAttnJitError, RuntimeError):
+    """A sequence, step or cache of `fa.kv` is used in a state that does not allow it."""
+
+
+@dataclass(eq=False, repr=False)
+class OutOfPages(_WithFields, RuntimeError):
+    """A cache of `fa.kv` has too few pages, and nothing of it has changed.
+
+    `needed` pages were asked for in the group of layers number `group`, which has `free` pages and
+    `evictable` ones: pages that only the prefix index holds.
+    """
+
+    _: KW_ONLY
+    needed: int = 0
+    free: int = 0
+    evictable: int = 0
+    group: int = 0
 
 
 class PackError(CacheError):

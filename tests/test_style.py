@@ -39,6 +39,7 @@ LAYERS = (
     ("ops.launching",),
     ("ops.torch_ops",),
     ("ops",),  # the calls
+    ("kv",),
     ("deploy",),
     ("inspect",),
     ("integrations",),

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "copies.h"
 #include "device/driver.h"
 #include "errors.h"
 #include "host/fork_guard.h"
@@ -81,6 +82,33 @@ void merge_states_at(py::handle outs, py::handle out_strides, py::handle lses,
   }
   py::gil_scoped_release no_gil;
   merge_states(states, merged, dims, head_dim_v, num_threads);
+}
+
+// copy_pieces with addresses in buffers of int64.
+void copy_pieces_at(const py::buffer& sources, const py::buffer& destinations, int64_t piece_bytes,
+                    int num_threads) {
+  const auto addresses = [](const py::buffer& buffer, const char* name) {
+    py::buffer_info info = buffer.request();
+    const bool fits = info.ndim == 1 && info.itemsize == 8 &&
+                      (info.size < 2 || info.strides[0] == 8) &&
+                      (info.format == "l" || info.format == "q");
+    if (!fits) throw py::value_error(std::string(name) + " must be contiguous int64 addresses");
+    return info;
+  };
+  const py::buffer_info from = addresses(sources, "sources");
+  const py::buffer_info to = addresses(destinations, "destinations");
+  if (from.size != to.size || piece_bytes < 0 || num_threads < 1) {
+    throw py::value_error(
+        "sources and destinations must be equally many; piece_bytes must not be negative; "
+        "num_threads must be positive");
+  }
+  const auto* source = static_cast<const int64_t*>(from.ptr);
+  const auto* destination = static_cast<const int64_t*>(to.ptr);
+  for (py::ssize_t i = 0; i < from.size; ++i) {
+    if (source[i] == 0 || destination[i] == 0) throw py::value_error("a piece has address 0");
+  }
+  py::gil_scoped_release no_gil;
+  copy_pieces(source, destination, from.size, piece_bytes, num_threads);
 }
 
 py::list as_tuples(const std::vector<Residency>& kernels) {
@@ -166,6 +194,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("lses"), py::arg("lse_strides"), py::arg("shape"), py::arg("head_dim_v"),
         py::arg("out"), py::arg("out_stride"), py::arg("lse"), py::arg("lse_stride"),
         py::arg("num_threads"));
+  m.def("copy_pieces", &rt::copy_pieces_at, py::arg("sources"), py::arg("destinations"),
+        py::arg("piece_bytes"), py::arg("num_threads"));
   rt::bind_module(m);
   rt::bind_driver(m);
   fajit::scheduler::bind_scheduler(m);

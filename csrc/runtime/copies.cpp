@@ -1,0 +1,37 @@
+#include "copies.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "host/fork_guard.h"
+
+namespace fajit::runtime {
+namespace {
+
+// The least bytes of a thread, so that waking it is worth it.
+constexpr int64_t kBytesPerThread = 128 * 1024;
+
+// Pieces longer than this are cut, so that a few long ones occupy all threads.
+constexpr int64_t kMostBytes = 256 * 1024;
+
+}  // namespace
+
+void copy_pieces(const int64_t* sources, const int64_t* destinations, int64_t count,
+                 int64_t piece_bytes, int num_threads) {
+  if (count <= 0 || piece_bytes <= 0) return;
+  const int64_t cuts = (piece_bytes + kMostBytes - 1) / kMostBytes;
+  const int64_t parts = count * cuts;
+  const int64_t useful = std::min(parts, count * piece_bytes / kBytesPerThread);
+  const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, num_threads));
+  if (threads > 1) before_parallel_region();
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t begin = part % cuts * kMostBytes;
+    const int64_t bytes = std::min(kMostBytes, piece_bytes - begin);
+    const auto* source = reinterpret_cast<const char*>(sources[part / cuts]);
+    auto* destination = reinterpret_cast<char*>(destinations[part / cuts]);
+    std::memcpy(destination + begin, source + begin, static_cast<size_t>(bytes));
+  }
+}
+
+}  // namespace fajit::runtime

@@ -1,0 +1,403 @@
+"""`Cache`: pages of keys and values for many sequences, shared by their prefixes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence as Items
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import InputError, OutOfPages, SequenceError
+from ..ops.arguments.checks import INT32_MAX, check_int, shown
+from .copies import Saved
+from .costs import recompute_ns
+from .int_buffer import Ints
+from .levels import StepPlanner
+from .pages import NULL, Layout, Pages
+from .policy import LRU, Entry, Policy
+from .reclaim import MaskPages
+from .sequence import Saving, Sequence
+from .spec import Spec
+from .stats import Counters, GroupStats, Stats
+from .step import Step, read_tokens
+from .tree import Node, PageTree
+
+_MAX_PRIORITY = 100
+
+
+class Cache:
+    """Pages of keys and values for many sequences, which share the pages of common prefixes.
+
+    A cache knows each group's mask: pages that no later query can read are released by themselves,
+    and a prefix counts as cached if all pages are there that its continuation reads.
+
+    Args:
+        spec: what is stored for each token.
+        num_pages: pages of each group, an int for all groups or one for each. A null page, of
+            zeros, comes on top.
+        max_kv_len: positions that a sequence may have.
+        device: of the pages.
+        layout: "page": keys and values of all layers of a token's page lie side by side, so that
+            copies of pages are long; "layer": each layer has tensors of its own.
+        eviction: which cached pages go first when room is needed, see `fa.kv.LRU`.
+        lookback: how far `Sequence.trim` can go back from the longest kv_len that a sequence had:
+            pages that a query at that length less lookback reads are kept.
+        clock: seconds, for policies with ages.
+
+    A cache is used by one thread, the first that opens a sequence.
+
+    Raises:
+        InputError: an argument is out of range.
+        ParamError: a group's mask reads a param that has no value.
+
+    Source: Kwon et al. 2023, arXiv 2309.06180 (pages); Zheng et al. 2023, arXiv 2312.07104 (a
+    radix tree of prefixes).
+
+    Example:
+        >>> cache = fa.kv.Cache(spec, num_pages=4096, max_kv_len=131072)
+        >>> seq = cache.open(prompt)
+        >>> with cache.step([(seq, prompt[seq.num_cached :])]) as step:
+        ...     step.plan(attention)
+        ...     for layer in range(spec.num_layers):
+        ...         step.append(layer, k, v)
+        ...         out = attention.run(q, *cache.tensors(layer))
+        ...     step.commit()
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        num_pages: int | Items[int],
+        *,
+        max_kv_len: int,
+        device: str | torch.device = "cpu",
+        layout: Layout = "page",
+        eviction: Policy | None = None,
+        lookback: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not isinstance(spec, Spec):
+            raise InputError(f"spec must be an fa.kv.Spec, got {type(spec).__name__}")
+        self.spec = spec
+        self.max_kv_len = check_int("max_kv_len", max_kv_len, 1)
+        self.lookback = check_int("lookback", lookback, 0)
+        counts = self._counts(num_pages)
+        if layout not in ("page", "layer"):
+            raise InputError(f'layout={shown(layout)} must be "page" or "layer"')
+        eviction = LRU() if eviction is None else eviction
+        if not callable(eviction) or isinstance(eviction, type):
+            raise InputError(
+                f"eviction must be a policy such as fa.kv.LRU(), got {shown(eviction)}"
+            )
+        self.layout: Layout = layout
+        self.device = torch.device(device)
+        self._eviction, self._clock = eviction, clock
+        self.masks = [MaskPages(g, spec.page_size, self.max_kv_len) for g in spec.groups]
+        self.pools = [
+            Pages(g, n, spec.page_size, spec.dtype, self.device, layout)
+            for g, n in zip(spec.groups, counts, strict=True)
+        ]
+        self.tree = PageTree(self.pools, spec.page_size, spec.fingerprint)
+        self._layers = {
+            layer: pool.views[i]
+            for g, pool in zip(spec.groups, self.pools, strict=True)
+            for i, layer in enumerate(g.layers)
+        }
+        self._group_of = {x: i for i, g in enumerate(spec.groups) for x in g.layers}
+        self._sequences: dict[int, Sequence] = {}
+        self._numbers = itertools.count()
+        self._order = itertools.count(1)
+        self._thread: int | None = None
+        self.counters = Counters(len(counts))
+        self.planners = [StepPlanner() for _ in counts]
+        self.reclaiming = [g for g, mask in enumerate(self.masks) if mask.reclaims]
+        """The groups whose masks give up pages."""
+
+    def _counts(self, num_pages: object) -> list[int]:
+        groups = len(self.spec.groups)
+        if isinstance(num_pages, Items) and not isinstance(num_pages, str):
+            if len(num_pages) != groups:
+                raise InputError(
+                    f"num_pages has {len(num_pages)} entries, but the spec has {groups} groups"
+                )
+            return [
+                check_int(f"num_pages[{i}]", n, 1, INT32_MAX - 1) for i, n in enumerate(num_pages)
+            ]
+        return [check_int("num_pages", num_pages, 1, INT32_MAX - 1)] * groups
+
+    # --- sequences --------------------------------------------------------------------------------
+
+    def open(
+        self, token_ids: Iterable[int], *, namespace: bytes = b"", priority: int = 0
+    ) -> Sequence:
+        """A new sequence, with the longest prefix of `token_ids` that the cache has.
+
+        Append the other tokens in steps: ``token_ids[seq.num_cached :]``. At least one token is
+        left, so that the last one has an output.
+
+        Args:
+            token_ids: 1-D ints: a tensor, an array or a sequence.
+            namespace: sequences share pages within a namespace alone: one for each tenant, adapter
+                or kind of input that the tokens do not tell apart.
+            priority: 0 to 100, for policies such as `fa.kv.Priority`.
+
+        Raises:
+            InputError: tokens are no 1-D ints, or more than max_kv_len.
+            SequenceError: another thread than the cache's calls.
+        """
+        self.check_thread()
+        tokens = read_tokens("token_ids", token_ids)
+        if not isinstance(namespace, bytes):
+            raise InputError(f"namespace must be bytes, got {type(namespace).__name__}")
+        priority = check_int("priority", priority, 0, _MAX_PRIORITY)
+        if len(tokens) > self.max_kv_len:
+            raise InputError(
+                f"token_ids has {len(tokens)} tokens, but max_kv_len={self.max_kv_len}"
+            )
+        size = self.spec.page_size
+        path = self.tree.match(namespace, tokens)
+        there = [
+            np.concatenate([n.pages[g].view[:count] for n, count in path] or [_NO_PAGES])
+            for g in range(len(self.pools))
+        ]
+        most = max(0, len(tokens) - 1) // size
+        count = self._longest(there, min(most, sum(n for _, n in path)))
+        seq = self.new_sequence(namespace, priority)
+        self.counters.asked_tokens += len(tokens)
+        self.counters.hit_tokens += count * size
+        seq.num_cached = count * size
+        if not count:
+            return seq
+        seq.tokens.extend(tokens[: count * size])
+        for pool, mask, table, pages in zip(
+            self.pools, self.masks, seq.tables, there, strict=True
+        ):
+            held = pages[:count]
+            if mask.reclaims:
+                held = np.where(mask.dead(self._first_query(count * size), count * size), 0, held)
+            table.extend(held)
+            pool.hold(held)
+        node = next(n for n, c in path if n.start < count <= n.start + c)
+        seq.place = self.tree.place(node, count)
+        self.touch(seq, uses=1)
+        return seq
+
+    def _longest(self, there: Items[Ints], count: int) -> int:
+        """The longest prefix, in pages, whose pages are there where a continuation reads them.
+
+        A page that one length lacks is read at every shorter length that has it, as masks only ever
+        give pages up; so the lengths to try are the missing pages' own numbers.
+        """
+        size, last = self.spec.page_size, -1
+        while count != last:
+            last = count
+            for pages, mask in zip(there, self.masks, strict=True):
+                lacking = pages[:count] == NULL
+                if mask.reclaims and lacking.any():
+                    lacking &= ~mask.dead(self._first_query(count * size), count * size)
+                found = np.flatnonzero(lacking)
+                count = int(found[0]) if len(found) else count
+        return count
+
+    def _first_query(self, kv_len: int) -> int:
+        """The first position that may still be asked for at a length."""
+        return max(0, kv_len - self.lookback)
+
+    def new_sequence(self, namespace: bytes, priority: int) -> Sequence:
+        """An empty sequence."""
+        seq = Sequence(self, next(self._numbers), namespace, priority)
+        self._sequences[seq.number] = seq
+        return seq
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence was closed."""
+        del self._sequences[seq.number]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences that are not closed, in the order in which they were opened."""
+        return list(self._sequences.values())
+
+    def touch(self, seq: Sequence, uses: int = 0) -> None:
+        """Note a use of the sequence's pages in the prefix index."""
+        if seq.publishes:
+            self.tree.touch(seq.place, next(self._order), self._clock(), seq.priority, uses)
+
+    def find(self, seq: Sequence) -> list[Ints]:
+        """The pages of the prefix index that hold the sequence's tokens, by group; 0 for none."""
+        path = self.tree.match(seq.namespace, seq.tokens.view)
+        return [
+            np.concatenate([n.pages[g].view[:count] for n, count in path] or [_NO_PAGES])
+            for g in range(len(self.pools))
+        ]
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def step(self, items: Items[tuple[Sequence, Iterable[int]]]) -> Step:
+        """Room for new tokens of some sequences, all of it or none.
+
+        Args:
+            items: sequences with their new token ids (1-D ints), in the order of the batch. A
+                sequence appears once; it may have no new tokens.
+
+        Returns:
+            A `Step`: plan and run with it, then `Step.commit`. Left without a commit, as on an
+            error, it gives its room back.
+
+        Raises:
+            OutOfPages: a group has too few pages, evictable ones counted; nothing has changed.
+            InputError: tokens are no ints, or a sequence would be longer than max_kv_len.
+            SequenceError: a sequence is closed, suspended, of another cache, named twice or in
+                another open step.
+        """
+        self.check_thread()
+        return Step(self, items)
+
+    def take(self, needed: Items[int]) -> list[NDArray[np.int32]]:
+        """Pages of each group, after evicting as many as that needs. Raises OutOfPages."""
+        for group, (pages, count) in enumerate(zip(self.pools, needed, strict=True)):
+            if count > pages.num_free + pages.num_evictable:
+                raise OutOfPages(
+                    f"group {group} needs {count} more pages, but has {pages.num_free} free and "
+                    f"{pages.num_evictable} evictable of {pages.num_pages}: close() or suspend() "
+                    "sequences, or make the cache with more num_pages",
+                    needed=count, free=pages.num_free, evictable=pages.num_evictable, group=group,
+                )  # fmt: skip
+        for group, (pages, count) in enumerate(zip(self.pools, needed, strict=True)):
+            if count > pages.num_free:
+                self._evict(group, count - pages.num_free)
+        return [pages.take(count) for pages, count in zip(self.pools, needed, strict=True)]
+
+    def _evict(self, group: int, count: int) -> None:
+        spec, now = self.spec.groups[group], self._clock()
+        num_bytes, size = self.spec.page_bytes(group), self.spec.page_size
+
+        def key(node: Node) -> Any:
+            cost = recompute_ns(spec, size, node.end * size)
+            entry = Entry(
+                node.order, now - node.time, node.num_uses, node.priority, node.end * size,
+                num_bytes, cost,
+            )  # fmt: skip
+            return self._eviction(entry)
+
+        self.counters.evicted_pages[group] += self.tree.evict(group, count, key)
+
+    def reclaim(self, seq: Sequence) -> None:
+        """Release the pages that no later query of the sequence reads, by the groups' masks."""
+        size = self.spec.page_size
+        for group in self.reclaiming:
+            length = seq.group_len(group)
+            q_from = self._first_query(length)
+            if q_from // size == seq.looked[group]:
+                continue
+            seq.looked[group] = q_from // size
+            table, pages = seq.tables[group], self.pools[group]
+            whole = length // size  # the last page, while it fills, stays
+            dead = self.masks[group].dead(q_from, whole * size)
+            dead &= table.view[:whole] != NULL
+            count = int(dead.sum())
+            if not count:
+                continue
+            pages.release(table.view[:whole][dead])
+            self.counters.reclaimed_pages[group] += count
+            if self.spec.groups[group].reclaim == "holes":
+                table.view[:whole][dead] = NULL
+                continue
+            kept = np.concatenate([table.view[:whole][~dead], table.view[whole:]])
+            table.truncate(0)
+            table.extend(kept)
+            seq.least_len[group] = q_from + seq.removed[group]
+            seq.removed[group] += count * size
+            seq.looked[group] = self._first_query(seq.group_len(group)) // size
+            # Later keys depend on positions that no other sequence has.
+            seq.publishes = False
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages of a layer's keys and of its values, for `BatchAttention.run`.
+
+        Returns:
+            k_pages [num_pages + 1, page_size, num_kv_heads, head_dim] and v_pages, views.
+        """
+        views = self._layers.get(layer)
+        if views is None:
+            raise InputError(f"layer={shown(layer)} is not one of {self.spec.num_layers} layers")
+        return views
+
+    def group_of(self, layer: int) -> int:
+        """The number of the group that a layer belongs to."""
+        self.tensors(layer)
+        return self._group_of[layer]
+
+    def check_group(self, group: int) -> int:
+        """The number of a group. Raises InputError."""
+        return check_int("group", group, 0, len(self.spec.groups) - 1)
+
+    def clear(self) -> None:
+        """Forget all cached prefixes that no open sequence uses."""
+        self.check_thread()
+        for group, pages in enumerate(self.pools):
+            if pages.num_evictable:
+                self._evict(group, pages.num_evictable)
+
+    def count_saved(self, saved: Items[Saving], sign: int) -> None:
+        """Contents of a suspended sequence came to the host (1), or left it (-1)."""
+        num_bytes = sum(t.nbytes for x in saved for t in _tensors(x.contents))
+        self.counters.host_bytes += sign * num_bytes
+        self.counters.swapped_bytes += num_bytes
+
+    # --- what is known of it ----------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Pages by state, tokens asked for and found, evictions, bytes on the host."""
+        c = self.counters
+        groups = tuple(
+            GroupStats(
+                pages.num_pages, pages.num_free, pages.num_used, pages.num_evictable,
+                int((pages.refs > 1).sum()), self.spec.page_bytes(g), c.evicted_pages[g],
+                c.reclaimed_pages[g], c.copied_pages[g],
+            )
+            for g, pages in enumerate(self.pools)
+        )  # fmt: skip
+        suspended = sum(seq.is_suspended for seq in self._sequences.values())
+        return Stats(
+            groups, len(self._sequences), suspended, c.asked_tokens, c.hit_tokens,
+            c.appended_tokens, c.host_bytes, c.swapped_bytes,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises AssertionError, with the reason, if the cache contradicts itself; see `checks`.
+
+        For tests and for looking into a fault: it reads every page table and the whole index.
+        """
+        from .checks import check_cache
+
+        check_cache(self)
+
+    def check_thread(self) -> None:
+        """Raises SequenceError in another thread than the cache's first."""
+        own = threading.get_ident()
+        if self._thread is None:
+            self._thread = own
+        if self._thread != own:
+            raise SequenceError(
+                "the cache was called from another thread than the one that uses it; a cache has "
+                "no locks: send its calls to that thread"
+            )
+
+    def __repr__(self) -> str:
+        used = ", ".join(f"{p.num_used} of {p.num_pages} pages used" for p in self.pools)
+        return f"<Cache of {len(self._sequences)} sequences: {used}>"
+
+
+_NO_PAGES = np.zeros(0, np.int32)
+
+
+def _tensors(saved: Saved) -> Iterable[torch.Tensor]:
+    return saved

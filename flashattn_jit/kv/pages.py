@@ -1,0 +1,131 @@
+"""The pages of one group: who uses them, which are free, and their memory.
+
+::
+
+    page 0        the null page: zeros, never written, stands for keys that no query reads
+    1 .. n        each in one state:
+                    free        in the stack of free pages
+                    used        named by at least one page table: refs > 0
+                    evictable   named by no table, but by the prefix index: refs == 0 and indexed
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .int_buffer import Ints
+from .spec import Group
+
+Layout = Literal["page", "layer"]
+NULL = 0
+
+
+class Pages:
+    """States and memory of a group's pages.
+
+    refs: page tables that name each page. owner: the number of the index' node that holds it, -1
+    for none. memory: the tensors that hold all pages; their first dim is the page.
+    """
+
+    def __init__(
+        self, group: Group, num_pages: int, page_size: int, dtype: torch.dtype,
+        device: torch.device, layout: Layout,
+    ) -> None:  # fmt: skip
+        self.num_pages = num_pages
+        self.refs: NDArray[np.int32] = np.zeros(num_pages + 1, np.int32)
+        self.owner: NDArray[np.int32] = np.full(num_pages + 1, -1, np.int32)
+        self._free: NDArray[np.int32] = np.arange(num_pages, 0, -1, dtype=np.int32)
+        self.num_free = num_pages
+        self.num_used = 0
+        self._make_memory(group, page_size, dtype, device, layout)
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that only the prefix index holds."""
+        return self.num_pages - self.num_free - self.num_used
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def take(self, count: int) -> NDArray[np.int32]:
+        """Free pages, each for one table; lower numbers first where never used before."""
+        assert count <= self.num_free
+        begin = self.num_free - count
+        taken = self._free[begin : self.num_free][::-1].copy()
+        self.num_free = begin
+        self.num_used += count
+        self.refs[taken] = 1
+        return taken
+
+    def hold(self, pages: Ints) -> None:
+        """One more table names these pages, each once; the null page is ignored."""
+        pages = pages[pages != NULL]
+        self.num_used += int((self.refs[pages] == 0).sum())
+        self.refs[pages] += 1
+
+    def release(self, pages: Ints) -> None:
+        """One table less names these pages, each once; the null page is ignored."""
+        pages = pages[pages != NULL]
+        self.refs[pages] -= 1
+        unused = pages[self.refs[pages] == 0]
+        self.num_used -= len(unused)
+        # The last page of a table is the first to be taken again.
+        self._give_back(unused[self.owner[unused] < 0])
+
+    def index(self, pages: Ints, node: int) -> None:
+        """The index' node `node` holds these pages; the null page is ignored."""
+        self.owner[pages[pages != NULL]] = node
+
+    def drop(self, pages: Ints) -> None:
+        """The index holds these pages no more; the null page is ignored."""
+        pages = pages[pages != NULL]
+        self.owner[pages] = -1
+        self._give_back(pages[self.refs[pages] == 0])
+
+    def evictable(self) -> NDArray[np.bool_]:
+        """[num_pages + 1]: pages that only the index holds."""
+        return (self.refs == 0) & (self.owner >= 0)
+
+    def _give_back(self, pages: Ints) -> None:
+        end = self.num_free + len(pages)
+        self._free[self.num_free : end] = pages
+        self.num_free = end
+
+    def free_pages(self) -> Ints:
+        """The free pages, for checks."""
+        return self._free[: self.num_free]
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def _make_memory(
+        self, group: Group, page_size: int, dtype: torch.dtype, device: torch.device, layout: Layout
+    ) -> None:
+        """Allocate the pages, and a view of keys and one of values for each layer.
+
+        "page": one tensor [pages, elements]; a page holds keys and values of all layers, layer
+        after layer, so that copying it is one piece. "layer": two tensors for each layer.
+        """
+        key_row, value_row = group.row_elements
+        rows = self.num_pages + 1
+        sizes = [page_size * key_row, page_size * value_row]
+        dims = [group.head_dim, group.head_dim_v]
+        self.views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.memory: list[torch.Tensor] = []
+        total = len(group.layers) * sum(sizes)
+        if layout == "page":
+            self.memory = [torch.zeros(rows, total, dtype=dtype, device=device)]
+        for i in range(len(group.layers)):
+            pair = []
+            for part in (0, 1):
+                if layout == "page":
+                    begin = i * sum(sizes) + part * sizes[0]
+                    columns = self.memory[0][:, begin : begin + sizes[part]]
+                else:
+                    columns = torch.zeros(rows, sizes[part], dtype=dtype, device=device)
+                    self.memory.append(columns)
+                shape = (page_size, group.num_kv_heads, dims[part])
+                pair.append(columns.unflatten(1, shape))
+            self.views.append((pair[0], pair[1]))

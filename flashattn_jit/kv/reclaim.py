@@ -1,0 +1,135 @@
+"""Which pages a mask can never read again, from its interval form.
+
+A page is dead for the queries from `q_from` on if the mask is empty on the one box of these queries
+and the page's keys. Once dead it stays dead, as later queries are a part of the box. The interval
+form is sound, so a page that any later query reads is never called dead; it is exact for the
+library's masks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import InputError, ParamError
+from ..ops.arguments.checks import INT32_MAX, check_int
+from ..ops.planning.batch_params import bind_plan
+from ..variants.interval.simplify import simplify
+from ..variants.interval.tile_runs import MaskParams, form_and_arguments
+from ..variants.params import Dims
+from ..variants.variant import Variant, as_variant
+from .spec import Group
+
+Bools = NDArray[np.bool_]
+
+
+class MaskPages:
+    """The pages of a group's keys that its mask can still read.
+
+    reclaims: whether the mask gives up any page at all, for queries below `max_kv_len`.
+    """
+
+    def __init__(self, group: Group, page_size: int, max_kv_len: int) -> None:
+        """Raises InputError or ParamError if the mask cannot be judged for all sequences."""
+        self._page_size, self._max_kv_len = page_size, max_kv_len
+        self._form = None
+        self.reclaims = False
+        variant = group.variant
+        if variant is None or group.reclaim == "never":
+            return
+        heads, dim_v = group.num_q_heads, group.head_dim_v
+        assert heads is not None and dim_v is not None
+        dims = Dims(
+            1, heads, group.num_kv_heads, 1, max_kv_len, group.head_dim, dim_v, torch.device("cpu")
+        )
+        try:
+            bound = bind_plan(variant, dims, group.mask_params, {})
+        except ParamError as error:
+            raise ParamError(
+                f"the mask of {variant.name} decides which pages stay, for all sequences: give "
+                f'its params as mask_params of the fa.kv.Group, or reclaim="never" ({error})'
+            ) from error
+        mask = bound.ir.hook("mask_mod")
+        if mask is None:  # none, or C++ text, which is not analysed: every page stays
+            return
+        uses = simplify(mask).uses
+        if uses("b") and mask.tensor_slots():
+            raise InputError(
+                f"the mask of {variant.name} reads tensors at the request b, and a sequence is "
+                'another request in each step; pass reclaim="never" for this fa.kv.Group'
+            )
+        params = MaskParams(bound.tensors, bound.scalars)
+        self._form, self._arguments, self._held = form_and_arguments(mask, params)
+        self._h = [(h, h) for h in range(heads)] if uses("h") else [(0, heads - 1)]
+        # Deadness is monotone: pages that die for any q_from are dead for the last one.
+        self.reclaims = bool(self.dead(max_kv_len - 1, max_kv_len).any())
+
+    def dead(self, q_from: int, kv_len: int) -> Bools:
+        """[pages] of the keys below kv_len, rounded up: True where no query from q_from on reads.
+
+        q_from below 0 counts as 0. The slots behind kv_len on the last page count as keys.
+        """
+        pages = -(-kv_len // self._page_size)
+        out = np.ones(pages, np.bool_)
+        if self._form is None or not pages:
+            out[:] = False
+            return out
+        q_begin = max(0, q_from)
+        q_end = max(q_begin + 1, self._max_kv_len)
+        _, begins, ends, _ = self._form.tile_runs(
+            q_begin=q_begin, q_end=q_end, tile_q=q_end - q_begin, kv_begin=0,
+            kv_end=pages * self._page_size, tile_kv=self._page_size, b=[(0, INT32_MAX)], h=self._h,
+            **self._arguments,
+        )  # fmt: skip
+        begin, end = np.frombuffer(begins, np.int64), np.frombuffer(ends, np.int64)
+        for first, last in zip(begin.tolist(), end.tolist(), strict=True):
+            out[first:last] = False
+        return out
+
+
+def dead_pages(
+    variant: Variant | None,
+    q_from: int,
+    kv_len: int,
+    max_kv_len: int,
+    page_size: int,
+    *,
+    num_q_heads: int = 1,
+    num_kv_heads: int | None = None,
+    **mask_params: object,
+) -> torch.Tensor:
+    """The pages that no query at the positions q_from to max_kv_len - 1 reads, in any head.
+
+    Args:
+        variant: the variant, whose mask decides; or a bare ``mask_mod``.
+        q_from: the first position of a later query.
+        kv_len: keys so far; the pages are those of the keys 0 to kv_len - 1, the last one whole.
+        max_kv_len: positions that a sequence has at most.
+        page_size: keys of a page.
+        num_q_heads: heads that masks which depend on the head have.
+        num_kv_heads: num_q_heads by default.
+        **mask_params: the params that the mask reads.
+
+    Returns:
+        bool cpu tensor [ceil(kv_len / page_size)]. It is sound for every mask, and exact for those
+        of the library: a False page may be dead only where the interval form is not exact.
+
+    Raises:
+        InputError: a number is out of range, or the mask reads tensors at the request.
+        ParamError: a param of the mask is missing.
+
+    Example:
+        >>> fa.kv.dead_pages(fa.SlidingWindow(64), q_from=200, kv_len=200, max_kv_len=4096,
+        ...                  page_size=16)  # keys below 137 are dead: 8 pages
+    """
+    max_kv_len = check_int("max_kv_len", max_kv_len, 1)
+    kv_len = check_int("kv_len", kv_len, 0, max_kv_len)
+    q_from = check_int("q_from", q_from, 0, max_kv_len)
+    page_size = check_int("page_size", page_size, 1, 1 << 16)
+    kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
+    group = Group(
+        (0,), kv_heads, 8, num_q_heads=num_q_heads, variant=as_variant(variant),
+        mask_params=mask_params,
+    )  # fmt: skip
+    return torch.from_numpy(MaskPages(group, page_size, max_kv_len).dead(q_from, kv_len))

@@ -1,0 +1,243 @@
+"""What a cache stores: groups of layers whose keys and values have one shape and one mask."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from ..codegen.spec import KV_DTYPES
+from ..errors import InputError
+from ..ops.arguments.checks import check_heads, check_int, shown
+from ..variants.ir.dtypes import DTYPE_NAMES
+from ..variants.library import Causal, Chunked, SlidingWindow
+from ..variants.variant import Variant
+
+Reclaim = Literal["holes", "compact", "never"]
+_RECLAIMS = ("holes", "compact", "never")
+_MAX_LAYERS = 1 << 16
+_MAX_DIM = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Layers that share page tables: the same shape of keys and values, and the same mask.
+
+    Args:
+        layers: numbers of the layers.
+        num_kv_heads, head_dim: of a layer's keys; head_dim_v of its values, head_dim by default.
+        num_q_heads: query heads, num_kv_heads by default. Masks that depend on the head need it.
+        variant: the layers' variant. Its mask decides which pages can never be read again; without
+            one every key stays.
+        mask_params: values of the params that the mask reads and that have no default. They hold
+            for all sequences and at any time.
+        reclaim: what becomes of the pages that the mask can never read again. "holes": they leave
+            the table, and the positions of the other keys stay as they are. "compact": the keys
+            behind them move up, so that positions count the keys that are left, as in StreamingLLM
+            (Xiao et al. 2023, arXiv 2309.17453), section 3.2; hooks see these positions.
+            "never": they stay.
+
+    Raises InputError for sizes and names that are out of range.
+
+    Example:
+        >>> fa.kv.Group(layers=(0, 2), num_kv_heads=8, head_dim=128, variant=fa.SlidingWindow(4096))
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int | None = None
+    num_q_heads: int | None = None
+    variant: Variant | None = None
+    mask_params: Mapping[str, object] = field(default_factory=dict)
+    reclaim: Reclaim = "holes"
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        if isinstance(self.layers, str) or not isinstance(self.layers, Sequence | range):
+            raise InputError(f"layers must be a sequence of ints, got {shown(self.layers)}")
+        layers = [check_int(f"layers[{i}]", x, 0, _MAX_LAYERS) for i, x in enumerate(self.layers)]
+        if not layers or len(set(layers)) < len(layers):
+            raise InputError(f"layers={layers} must name at least one layer, and none twice")
+        put("layers", tuple(layers))
+        for name in ("num_kv_heads", "head_dim"):
+            put(name, check_int(name, getattr(self, name), 1, _MAX_DIM))
+        dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        put("head_dim_v", check_int("head_dim_v", dim_v, 1, _MAX_DIM))
+        heads = self.num_kv_heads if self.num_q_heads is None else self.num_q_heads
+        put("num_q_heads", check_int("num_q_heads", heads, 1, _MAX_DIM))
+        check_heads(heads, self.num_kv_heads, self.num_kv_heads)
+        if self.variant is not None and not isinstance(self.variant, Variant):
+            raise InputError(
+                f"variant must be an fa.Variant or None, got {type(self.variant).__name__}; wrap "
+                "a function as fa.variant(mask_mod=...)"
+            )
+        if not isinstance(self.mask_params, Mapping):
+            raise InputError(f"mask_params must be a mapping, got {shown(self.mask_params)}")
+        put("mask_params", MappingProxyType(dict(self.mask_params)))
+        if self.reclaim not in _RECLAIMS:
+            raise InputError(
+                f"reclaim={shown(self.reclaim)} must be one of {', '.join(_RECLAIMS)}"
+            )
+
+    @property
+    def row_elements(self) -> tuple[int, int]:
+        """Elements of a token's keys and of its values, in one layer."""
+        assert self.head_dim_v is not None
+        return self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim_v
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """What a cache stores for each token.
+
+    Args:
+        groups: groups of layers; together they have the layers 0 to num_layers - 1, each once.
+        page_size: tokens of a page, the same in all groups.
+        dtype: of keys and values.
+
+    Raises InputError for layers that are missing or named twice, and for values out of range.
+
+    Example:
+        >>> spec = fa.kv.Spec((fa.kv.Group(range(32), num_kv_heads=8, head_dim=128),), page_size=16)
+    """
+
+    groups: tuple[Group, ...]
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        groups = (self.groups,) if isinstance(self.groups, Group) else self.groups
+        if not isinstance(groups, Sequence) or not all(isinstance(g, Group) for g in groups):
+            raise InputError("groups must be a sequence of fa.kv.Group")
+        object.__setattr__(self, "groups", tuple(groups))
+        object.__setattr__(self, "page_size", check_int("page_size", self.page_size, 1, 1 << 16))
+        if not isinstance(self.dtype, torch.dtype) or DTYPE_NAMES.get(self.dtype) not in KV_DTYPES:
+            raise InputError(
+                f"dtype={shown(self.dtype)} is not supported; supported: {', '.join(KV_DTYPES)}"
+            )
+        layers = sorted(x for g in groups for x in g.layers)
+        if layers != list(range(len(layers))) or not layers:
+            missing = sorted(set(range(max(layers, default=0) + 1)) - set(layers))
+            twice = sorted({x for x in layers if layers.count(x) > 1})
+            raise InputError(
+                "the groups must have the layers from 0 on, each once; missing: "
+                f"{missing or 'none'}, named twice: {twice or 'none'}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all groups."""
+        return sum(len(g.layers) for g in self.groups)
+
+    def page_bytes(self, group: int) -> int:
+        """Bytes of one page of a group: keys and values of page_size tokens in all its layers."""
+        g = self.groups[group]
+        return len(g.layers) * self.page_size * sum(g.row_elements) * self.dtype.itemsize
+
+    @property
+    def fingerprint(self) -> bytes:
+        """A digest of shapes, layers, page size and dtype: caches with another one share nothing.
+
+        It is the same in every process.
+        """
+        document = [
+            "fajit-kv/1", self.page_size, DTYPE_NAMES[self.dtype],
+            [[g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v] for g in self.groups],
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(document).encode()).digest()
+
+    @classmethod
+    def from_config(
+        cls, config: Any, *, page_size: int = 16, dtype: torch.dtype = torch.bfloat16
+    ) -> Spec:
+        """The spec of a decoder that a Hugging Face config describes.
+
+        Layers of one kind and shape make one group: full causal, sliding window and chunked layers
+        as ``config.layer_types`` names them; without it all layers are of one kind.
+
+        Args:
+            config: a transformers config, or any object with its attributes: num_hidden_layers,
+                num_attention_heads, and where a model has them num_key_value_heads, head_dim,
+                hidden_size, layer_types, sliding_window, attention_chunk_size.
+            page_size, dtype: as for `Spec`.
+
+        Raises:
+            InputError: the config lacks a size, or has layers of a kind that is not attention over
+                cached keys, or latent attention.
+
+        Example:
+            >>> spec = fa.kv.Spec.from_config(AutoConfig.from_pretrained(name))
+        """
+        text = getattr(config, "text_config", None)
+        config = config if text is None else text
+        if getattr(config, "kv_lora_rank", None):
+            raise InputError(
+                "the config has kv_lora_rank: latent attention, which has no Spec from a config"
+            )
+        num_layers = _size(config, "num_hidden_layers")
+        num_q_heads = _size(config, "num_attention_heads")
+        num_kv_heads = _size(config, "num_key_value_heads", num_q_heads)
+        head_dim = _size(config, "head_dim", None, missing=0)
+        if not head_dim:
+            hidden = _size(config, "hidden_size")
+            if hidden % num_q_heads:
+                raise InputError(
+                    f"hidden_size={hidden} is no multiple of num_attention_heads={num_q_heads}, "
+                    "and the config has no head_dim"
+                )
+            head_dim = hidden // num_q_heads
+        kinds = [_kind(config, layer) for layer in range(num_layers)]
+        groups = tuple(
+            Group(
+                tuple(i for i, own in enumerate(kinds) if own == kind), num_kv_heads, head_dim,
+                num_q_heads=num_q_heads, variant=_VARIANTS[kind[0]](*kind[1:]),
+            )
+            for kind in dict.fromkeys(kinds)
+        )  # fmt: skip
+        return cls(groups, page_size, dtype)
+
+
+_VARIANTS: Mapping[str, Any] = {
+    "full_attention": Causal, "sliding_attention": SlidingWindow, "chunked_attention": Chunked,
+}  # fmt: skip
+
+
+def _kind(config: Any, layer: int) -> tuple[Any, ...]:
+    """The kind of a layer by transformers' name, with the length of its window or chunk."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if types is None:
+        sliding = window is not None and getattr(config, "use_sliding_window", True)
+        kind = "sliding_attention" if sliding else "full_attention"
+    elif layer >= len(types):
+        raise InputError(f"layer_types has {len(types)} entries, but layer {layer} exists")
+    else:
+        kind = types[layer]
+    if kind == "full_attention":
+        return (kind,)
+    lengths = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    if kind not in lengths:
+        raise InputError(
+            f"layer {layer} is of kind {shown(kind)}; a Spec is made from a config for "
+            f"{', '.join(_VARIANTS)}"
+        )
+    return kind, _size(config, lengths[kind])
+
+
+def _size(config: Any, name: str, default: int | None = None, missing: int | None = None) -> int:
+    """A positive size of the config. missing: the result where neither it nor a default is."""
+    value = getattr(config, name, None)
+    value = default if value is None else value
+    if value is None and missing is not None:
+        return missing
+    if value is None:
+        raise InputError(f"the config has no {name}")
+    return check_int(name, value, 1)

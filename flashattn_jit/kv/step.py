@@ -1,0 +1,288 @@
+"""`Step`: new tokens of some sequences, from their room in the pages to the prefix index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Items
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import InputError, SequenceError
+from ..ops.append import append_paged_kv
+from ..ops.arguments.checks import shown
+from ..ops.batch_base import BatchBase
+from ..ops.keys.level_pages import CascadeLevel
+from ..ops.keys.paged import Paged
+from ..ops.plan import Plan
+from .copies import copy_pages
+from .int_buffer import Ints
+from .levels import plan_levels
+from .pages import NULL
+from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .cache import Cache
+
+
+class Step:
+    """New tokens of some sequences; `Cache.step` makes it.
+
+    Until `commit` the sequences have their old lengths, and nobody finds the new pages. Leaving the
+    ``with`` block without a commit, or `abort`, gives the pages back.
+
+    q_indptr: int32 cpu tensor [sequences + 1], the new tokens of each. num_tokens: all of them.
+    """
+
+    def __init__(self, cache: Cache, items: Items[tuple[Sequence, Iterable[int]]]) -> None:
+        self._cache = cache
+        self._items = _read_items(cache, items)
+        counts = [len(tokens) for _, tokens in self._items]
+        indptr = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=indptr[1:])
+        self.q_indptr = torch.from_numpy(indptr)
+        self.num_tokens = int(indptr[-1])
+        self._counts = counts
+        self._paged: dict[int, Paged] = {}
+        self._make_room()
+        for seq, _ in self._items:
+            seq.step = self
+        self.is_open = True
+
+    def _make_room(self) -> None:
+        """Give each table its pages: new ones behind its end, and a copy of a shared last one."""
+        cache, size = self._cache, self._cache.spec.page_size
+        grow: list[list[int]] = []
+        shared: list[list[Sequence]] = []
+        for group, pages in enumerate(cache.pools):
+            refs, owner = pages.refs, pages.owner
+            more, written = [], []
+            for (seq, _), count in zip(self._items, self._counts, strict=True):
+                length, table = seq.tokens.length - seq.removed[group], seq.tables[group]
+                more.append(-(-(length + count) // size) - table.length)
+                if count and length % size:
+                    last = table.view[-1]
+                    if refs[last] > 1 or owner[last] >= 0:
+                        written.append(seq)
+            grow.append(more)
+            shared.append(written)
+        needed = [sum(m) + len(w) for m, w in zip(grow, shared, strict=True)]
+        taken = cache.take(needed)
+        for group, (pages, new) in enumerate(zip(cache.pools, taken, strict=True)):
+            copies = len(shared[group])
+            if copies:
+                old = np.array([seq.tables[group].view[-1] for seq in shared[group]], np.int32)
+                copy_pages(pages.memory, old, new[:copies])
+                for seq, page in zip(shared[group], new, strict=False):
+                    pages.release(seq.tables[group].view[-1:])
+                    seq.tables[group].view[-1] = page
+                cache.counters.copied_pages[group] += copies
+            at = copies
+            for (seq, _), count in zip(self._items, grow[group], strict=True):
+                if count:
+                    seq.tables[group].extend(new[at : at + count])
+                    at += count
+
+    # --- what runs need ---------------------------------------------------------------------------
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of the step, in the order of the batch."""
+        return [seq for seq, _ in self._items]
+
+    def counts(self) -> list[tuple[Sequence, int]]:
+        """The sequences, each with its number of new tokens."""
+        return [(seq, count) for (seq, _), count in zip(self._items, self._counts, strict=True)]
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """The new tokens of all sequences [num_tokens], in the order of q_indptr."""
+        return np.concatenate([t for _, t in self._items] or [np.zeros(0, np.int64)])
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 cpu tensor [num_tokens]: the position of each new token in its sequence."""
+        starts = np.array([seq.tokens.length for seq, _ in self._items], np.int64)
+        begins = np.repeat(starts - self.q_indptr.numpy()[:-1], self._counts)
+        return torch.from_numpy(begins + np.arange(self.num_tokens))
+
+    def paged(self, group: int = 0) -> Paged:
+        """The pages of each sequence in a group, new tokens counted, for plans and appends."""
+        self._check("paged()")
+        found = self._paged.get(group)
+        if found is None:
+            found = self._paged[group] = self._make_paged(self._cache.check_group(group))
+        return found
+
+    def _make_paged(self, group: int) -> Paged:
+        size = self._cache.spec.page_size
+        tables = [seq.tables[group] for seq, _ in self._items]
+        indptr = np.zeros(len(tables) + 1, np.int32)
+        np.cumsum([t.length for t in tables], out=indptr[1:])
+        lengths = np.array([seq.group_len(group) for seq, _ in self._items], np.int64)
+        lengths += np.array(self._counts, np.int64)
+        last = np.where(lengths, (lengths - 1) % size + 1, 0).astype(np.int32)
+        indices = torch.from_numpy(np.concatenate([_NO_PAGES, *(t.view for t in tables)]))
+        if self._cache.device.type != "cpu":
+            indices = indices.pin_memory().to(self._cache.device, non_blocking=True)
+        return Paged(torch.from_numpy(indptr), indices, torch.from_numpy(last), size)
+
+    def levels(self, group: int = 0, min_shared_pages: int = 1) -> list[CascadeLevel]:
+        """The pages of a group as levels that sequences share, for `CascadeAttention.plan`."""
+        self._check("levels()")
+        return plan_levels(self, self._cache.check_group(group), min_shared_pages)
+
+    def plan(self, attention: BatchBase, group: int = 0, **mask_params: object) -> Plan:
+        """Plan this step's attention in a group's layers.
+
+        Args:
+            attention: a `BatchAttention`; or a `CascadeAttention`, which then reads keys that
+                sequences share once, where the planner expects that to be faster.
+            group: the number of the group.
+            **mask_params: the variant's params that its mask reads.
+
+        Returns:
+            The plan, in force for the runs that follow.
+
+        Raises what `plan` of the attention raises, SequenceError after a commit or an abort.
+        """
+        self._check("plan()")
+        group = self._cache.check_group(group)
+        return self._cache.planners[group].plan(self, attention, group, mask_params)
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the keys and values of the new tokens into a layer's pages.
+
+        Args:
+            layer: the number of the layer.
+            k, v: [num_tokens, num_kv_heads, head_dim], [num_tokens, num_kv_heads, head_dim_v] in
+                the cache's dtype and on its device.
+
+        Raises InputError for tensors that do not fit, and then writes nothing.
+        """
+        self._check("append()")
+        group = self._cache.group_of(layer)
+        append_paged_kv(k, v, *self._cache.tensors(layer), self.q_indptr, self.paged(group))
+
+    # --- its end ----------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """The tokens belong to their sequences; full pages can be found by other sequences.
+
+        Call it when the keys and values of all layers are written. Pages that a group's mask can
+        never read again are released.
+        """
+        self._check("commit()")
+        cache, size = self._cache, self._cache.spec.page_size
+        self._end()
+        for seq, tokens in self._items:
+            if len(tokens):
+                seq.tokens.extend(tokens)
+                if seq.tokens.length // size > seq.place.position and seq.publishes:
+                    self._publish(seq)
+                if cache.reclaiming:
+                    cache.reclaim(seq)
+        cache.counters.appended_tokens += self.num_tokens
+
+    def _publish(self, seq: Sequence) -> None:
+        cache, size = self._cache, self._cache.spec.page_size
+        full = seq.tokens.length // size
+        tables = [table.view[:full] for table in seq.tables]
+        tokens = seq.tokens.view[: full * size]
+        seq.place = cache.tree.publish(seq.namespace, seq.place, tokens, tables)
+        cache.touch(seq)
+
+    def abort(self) -> None:
+        """Give the pages of the new tokens back; the sequences are as before the step."""
+        self._check("abort()")
+        cache, size = self._cache, self._cache.spec.page_size
+        self._end()
+        for seq, _ in self._items:
+            for group, (pages, table) in enumerate(zip(cache.pools, seq.tables, strict=True)):
+                count = -(-seq.group_len(group) // size)
+                if count < table.length:
+                    pages.release(table.view[count:])
+                    table.truncate(count)
+
+    def _end(self) -> None:
+        self.is_open = False
+        for seq, _ in self._items:
+            seq.step = None
+
+    def _check(self, what: str) -> None:
+        self._cache.check_thread()
+        if not self.is_open:
+            raise SequenceError(f"{what} of a step that was committed or aborted")
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.is_open:
+            self.abort()
+
+
+_NO_PAGES = np.zeros(0, np.int32)
+
+
+def _read_items(
+    cache: Cache, items: Items[tuple[Sequence, Iterable[int]]]
+) -> list[tuple[Sequence, Ints]]:
+    """Sequences and tokens, checked; nothing of the cache has changed."""
+    if isinstance(items, str | torch.Tensor) or not isinstance(items, Iterable):
+        raise InputError(
+            f"items must be a sequence of (sequence, token ids), got {type(items).__name__}"
+        )
+    read: list[tuple[Sequence, Ints]] = []
+    numbers: set[int] = set()
+    for i, item in enumerate(items):
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise InputError(f"items[{i}] must be a pair (sequence, token ids), got {shown(item)}")
+        seq, tokens = item
+        if not isinstance(seq, Sequence):
+            raise InputError(f"items[{i}][0] must be an fa.kv.Sequence, got {shown(seq)}")
+        if seq.cache is not cache:
+            raise SequenceError(f"sequence {seq.number} of items[{i}] belongs to another cache")
+        seq.check_usable("step()")
+        if seq.number in numbers:
+            raise SequenceError(f"sequence {seq.number} is in the step twice, again as items[{i}]")
+        numbers.add(seq.number)
+        new = read_tokens(f"items[{i}][1]", tokens)
+        if seq.tokens.length + len(new) > cache.max_kv_len:
+            raise InputError(
+                f"sequence {seq.number} would have {seq.tokens.length + len(new)} tokens, but "
+                f"max_kv_len={cache.max_kv_len}"
+            )
+        read.append((seq, new))
+    return read
+
+
+def read_tokens(name: str, tokens: Any) -> Ints:
+    """Token ids as an int64 array [n]. Raises InputError."""
+    if isinstance(tokens, torch.Tensor):
+        if tokens.device.type != "cpu":
+            raise InputError(f"{name} is on {tokens.device}; tokens are read on the host")
+        tokens = tokens.detach().numpy()
+    try:
+        found = np.asarray(tokens)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} must be 1-D ints: {error}") from None
+    if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
+        raise InputError(
+            f"{name} must be 1-D ints, got {found.ndim}-D entries of dtype {found.dtype}"
+        )
+    if found.dtype != np.int64:
+        if found.dtype == np.uint64 and found.size and int(found.max()) >= 1 << 63:
+            raise InputError(f"{name} has an entry beyond 63 bits")
+        found = found.astype(np.int64)
+    if found.size and int(found.min()) < 0:
+        at = int(found.argmin())
+        raise InputError(f"{name}[{at}]={int(found[at])} is negative: tokens are 0 or more")
+    return found
