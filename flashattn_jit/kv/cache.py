@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence as Items
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from typing import Any
 
 import numpy as np
@@ -174,9 +175,7 @@ class Cache:
         if not count:
             return seq
         seq.tokens.extend(tokens[: count * size])
-        for pool, mask, table, pages in zip(
-            self.pools, self.masks, seq.tables, there, strict=True
-        ):
+        for pool, mask, table, pages in zip(self.pools, self.masks, seq.tables, there, strict=True):
             held = pages[:count]
             if mask.reclaims:
                 held = np.where(mask.dead(self._first_query(count * size), count * size), 0, held)
@@ -293,27 +292,23 @@ class Cache:
         for group in self.reclaiming:
             length = seq.group_len(group)
             q_from = self._first_query(length)
-            if q_from // size == seq.looked[group]:
-                continue
-            seq.looked[group] = q_from // size
-            table, pages = seq.tables[group], self.pools[group]
+            table = seq.tables[group]
             whole = length // size  # the last page, while it fills, stays
+            live = table.view[:whole]
             dead = self.masks[group].dead(q_from, whole * size)
-            dead &= table.view[:whole] != NULL
-            count = int(dead.sum())
-            if not count:
+            gone = np.flatnonzero(dead & (live != NULL))
+            if not len(gone):
                 continue
-            pages.release(table.view[:whole][dead])
-            self.counters.reclaimed_pages[group] += count
+            self.pools[group].release(live[gone])
+            self.counters.reclaimed_pages[group] += len(gone)
             if self.spec.groups[group].reclaim == "holes":
-                table.view[:whole][dead] = NULL
+                live[gone] = NULL
                 continue
-            kept = np.concatenate([table.view[:whole][~dead], table.view[whole:]])
+            kept = np.concatenate([live[~dead], table.view[whole:]])
             table.truncate(0)
             table.extend(kept)
             seq.least_len[group] = q_from + seq.removed[group]
-            seq.removed[group] += count * size
-            seq.looked[group] = self._first_query(seq.group_len(group)) // size
+            seq.removed[group] += len(gone) * size
             # Later keys depend on positions that no other sequence has.
             seq.publishes = False
 

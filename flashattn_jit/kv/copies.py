@@ -63,6 +63,4 @@ def _copy(
             step = tensor.stride(0) * tensor.element_size()
             addresses[found].append(index.astype(np.int64) * step + tensor.data_ptr())
     for piece, (begins, ends) in by_bytes.items():
-        _C.copy_pieces(
-            np.concatenate(begins), np.concatenate(ends), piece, torch.get_num_threads()
-        )
+        _C.copy_pieces(np.concatenate(begins), np.concatenate(ends), piece, torch.get_num_threads())

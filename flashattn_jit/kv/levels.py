@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..errors import InputError
 from ..ops.batch import BatchAttention
 from ..ops.batch_base import BatchBase
 from ..ops.cascade import CascadeAttention, cascade_levels
 from ..ops.keys.level_pages import CascadeLevel
 from ..ops.plan import Plan
-from ..errors import InputError
 
 if TYPE_CHECKING:
     from .step import Step

@@ -49,7 +49,6 @@ class Sequence:
         self.tokens = IntBuffer(dtype=np.int64)
         self.tables = [IntBuffer() for _ in range(num_groups)]
         self.removed = [0] * num_groups  # keys that compaction has removed, by group
-        self.looked = [0] * num_groups  # page of the first query that the mask was last asked for
         self.least_len = [0] * num_groups  # of kv_len, where no query reads what was compacted
         self.place: Place = cache.tree.place(cache.tree.root(namespace), 0)
         self.publishes = True
@@ -99,8 +98,7 @@ class Sequence:
         for group, (pages, table) in enumerate(zip(self.cache.pools, self.tables, strict=True)):
             pages.hold(table.view)
             child.tables[group] = table.copy()
-        child.removed, child.looked = list(self.removed), list(self.looked)
-        child.least_len = list(self.least_len)
+        child.removed, child.least_len = list(self.removed), list(self.least_len)
         child.place, child.publishes = self.place, self.publishes
         return child
 
@@ -123,7 +121,6 @@ class Sequence:
             if count < table.length:
                 pages.release(table.view[count:])
                 table.truncate(count)
-            self.looked[group] = 0
         full = kv_len // size
         if full < self.place.position:
             # Behind a page in the middle of a path, whose digest is not at hand: the tree looks

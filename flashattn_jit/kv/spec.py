@@ -83,9 +83,7 @@ class Group:
             raise InputError(f"mask_params must be a mapping, got {shown(self.mask_params)}")
         put("mask_params", MappingProxyType(dict(self.mask_params)))
         if self.reclaim not in _RECLAIMS:
-            raise InputError(
-                f"reclaim={shown(self.reclaim)} must be one of {', '.join(_RECLAIMS)}"
-            )
+            raise InputError(f"reclaim={shown(self.reclaim)} must be one of {', '.join(_RECLAIMS)}")
 
     @property
     def row_elements(self) -> tuple[int, int]:

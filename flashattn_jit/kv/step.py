@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Items
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ from ..ops.plan import Plan
 from .copies import copy_pages
 from .int_buffer import Ints
 from .levels import plan_levels
-from .pages import NULL
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -59,13 +59,17 @@ class Step:
         for group, pages in enumerate(cache.pools):
             refs, owner = pages.refs, pages.owner
             more, written = [], []
+            others: dict[int, int] = {}  # tables besides one's own that still name a shared page
             for (seq, _), count in zip(self._items, self._counts, strict=True):
                 length, table = seq.tokens.length - seq.removed[group], seq.tables[group]
                 more.append(-(-(length + count) // size) - table.length)
                 if count and length % size:
-                    last = table.view[-1]
+                    last = int(table.view[-1])
                     if refs[last] > 1 or owner[last] >= 0:
-                        written.append(seq)
+                        left = others.get(last, int(refs[last]) - 1)
+                        others[last] = left - 1
+                        if left > 0 or owner[last] >= 0:  # the last of all may write to it
+                            written.append(seq)
             grow.append(more)
             shared.append(written)
         needed = [sum(m) + len(w) for m, w in zip(grow, shared, strict=True)]
@@ -176,14 +180,18 @@ class Step:
         """
         self._check("commit()")
         cache, size = self._cache, self._cache.spec.page_size
+        lookback = cache.lookback if cache.reclaiming else None
         self._end()
-        for seq, tokens in self._items:
-            if len(tokens):
-                seq.tokens.extend(tokens)
-                if seq.tokens.length // size > seq.place.position and seq.publishes:
-                    self._publish(seq)
-                if cache.reclaiming:
-                    cache.reclaim(seq)
+        for (seq, tokens), count in zip(self._items, self._counts, strict=True):
+            if not count:
+                continue
+            seq.tokens.extend(tokens)
+            length = seq.tokens.length
+            if length // size > seq.place.position and seq.publishes:
+                self._publish(seq)
+            # Once a page, when the first query that may come enters another one.
+            if lookback is not None and (length - lookback) % size < count:
+                cache.reclaim(seq)
         cache.counters.appended_tokens += self.num_tokens
 
     def _publish(self, seq: Sequence) -> None:
@@ -250,11 +258,15 @@ def _read_items(
             raise InputError(f"items[{i}][0] must be an fa.kv.Sequence, got {shown(seq)}")
         if seq.cache is not cache:
             raise SequenceError(f"sequence {seq.number} of items[{i}] belongs to another cache")
-        seq.check_usable("step()")
+        if seq.closed or seq.step is not None or seq.saved is not None:
+            seq.check_usable("step()")
         if seq.number in numbers:
             raise SequenceError(f"sequence {seq.number} is in the step twice, again as items[{i}]")
         numbers.add(seq.number)
-        new = read_tokens(f"items[{i}][1]", tokens)
+        if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int:
+            new = _one_token(i, tokens[0])  # a decoding sequence: the case that must be fast
+        else:
+            new = read_tokens(f"items[{i}][1]", tokens)
         if seq.tokens.length + len(new) > cache.max_kv_len:
             raise InputError(
                 f"sequence {seq.number} would have {seq.tokens.length + len(new)} tokens, but "
@@ -262,6 +274,12 @@ def _read_items(
             )
         read.append((seq, new))
     return read
+
+
+def _one_token(item: int, token: int) -> Ints:
+    if not 0 <= token < 1 << 63:
+        raise InputError(f"items[{item}][1][0]={token} must be 0 or more and fit 63 bits")
+    return np.array((token,), np.int64)
 
 
 def read_tokens(name: str, tokens: Any) -> Ints:

@@ -35,8 +35,18 @@ class Node:
     """
 
     __slots__ = (
-        "attached", "children", "digests", "number", "num_uses", "order", "pages", "parent",
-        "priority", "start", "time", "tokens",
+        "attached",
+        "children",
+        "digests",
+        "num_uses",
+        "number",
+        "order",
+        "pages",
+        "parent",
+        "priority",
+        "start",
+        "time",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, parent: Node | None, start: int, num_groups: int) -> None:

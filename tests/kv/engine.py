@@ -122,9 +122,7 @@ def contents(cache: fa.kv.Cache) -> list[torch.Tensor]:
     memory = [t.clone() for pool in cache.pools for t in pool.memory]
     state = [torch.from_numpy(x.copy()) for p in cache.pools for x in (p.refs, p.owner)]
     tables = [
-        torch.from_numpy(table.view.copy())
-        for seq in cache.sequences
-        for table in seq.tables
+        torch.from_numpy(table.view.copy()) for seq in cache.sequences for table in seq.tables
     ]
     return [*memory, *state, *tables]
 
@@ -132,6 +130,5 @@ def contents(cache: fa.kv.Cache) -> list[torch.Tensor]:
 def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
     """Whether two `contents` are equal, byte for byte."""
     return len(before) == len(after) and all(
-        a.numpy().tobytes() == b.numpy().tobytes()
-        for a, b in zip(before, after, strict=True)
+        a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(before, after, strict=True)
     )

@@ -1,0 +1,311 @@
+"""What sequences share, keep and refuse, case by case."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import flashattn_jit as fa
+from tests.kv.engine import Engine, contents, same
+
+
+def made(num_pages: int = 32, page_size: int = 4, **options: object) -> Engine:
+    spec = fa.kv.Spec((fa.kv.Group((0, 1), 2, 4, variant=fa.Causal()),), page_size, torch.float32)
+    return Engine(fa.kv.Cache(spec, num_pages, max_kv_len=256, **options), [None])  # type: ignore[arg-type]
+
+
+def run(engine: Engine, tokens: list[int], **options: object) -> fa.kv.Sequence:
+    """A sequence of these tokens, computed where they are not cached."""
+    seq = engine.open(tokens, **options)
+    engine.step([(seq, tokens[seq.num_cached :])])
+    return seq
+
+
+def test_a_prefix_is_shared_by_whole_pages_and_leaves_a_token() -> None:
+    engine = made()
+    one = run(engine, list(range(12)))
+    assert engine.open(list(range(12))).num_cached == 8  # the last token is computed again
+    assert engine.open(list(range(13))).num_cached == 12
+    assert engine.open([*range(6), 77, 78]).num_cached == 4
+    assert engine.open([1, *range(12)]).num_cached == 0
+    assert engine.open([]).num_cached == 0
+    other = engine.open(list(range(13)))
+    assert (other.pages() == one.pages()).all()
+    engine.verify_all()
+
+
+def test_a_closed_sequence_is_found_until_its_room_is_needed() -> None:
+    engine = made(num_pages=6)
+    run(engine, list(range(12))).close()
+    assert engine.cache.stats().groups[0].evictable == 3
+    run(engine, list(range(100, 116))).close()  # takes 3 free pages and evicts one
+    assert engine.cache.stats().groups[0].evicted == 1
+    # The last page of the prefix went, not its first one.
+    assert engine.open(list(range(13))).num_cached == 8
+    engine.verify_all()
+
+
+def test_lru_order_is_that_of_uses() -> None:
+    engine = made(num_pages=6)
+    for start in (0, 100, 200):
+        run(engine, list(range(start, start + 8))).close()
+    engine.open(list(range(9))).close()  # used again
+    run(engine, list(range(300, 308))).close()
+    cached = [engine.open([*range(s, s + 8), 1]).num_cached for s in (0, 100, 200, 300)]
+    assert cached == [8, 0, 8, 8]
+
+
+def test_what_is_used_is_never_evicted() -> None:
+    engine = made(num_pages=4)
+    seq = run(engine, list(range(12)))
+    before = contents(engine.cache)
+    with pytest.raises(fa.OutOfPages) as info:
+        run(engine, list(range(50, 60)))
+    error = info.value
+    assert (error.needed, error.free, error.evictable, error.group) == (3, 1, 0, 0)
+    assert same(before, contents(engine.cache)[: len(before)])
+    engine.verify(seq)
+
+
+def test_a_fork_shares_pages_and_copies_the_one_it_writes() -> None:
+    engine = made()
+    one = run(engine, list(range(10)))
+    two = engine.fork(one)
+    assert (one.pages() == two.pages()).all()
+    engine.step([(one, [70]), (two, [80])])
+    a, b = one.pages(), two.pages()
+    assert (a[:2] == b[:2]).all() and a[2] != b[2]
+    assert engine.cache.stats().groups[0].copied == 1, "one of the two may keep the page"
+    engine.verify_all()
+
+
+def test_a_trimmed_page_of_the_index_is_copied_before_a_write() -> None:
+    engine = made()
+    seq = run(engine, list(range(8)))
+    seq.trim(6)
+    del engine.tokens[seq.number][6:]
+    engine.step([(seq, [90, 91])])
+    assert engine.open([*range(8), 5]).num_cached == 8, "the index still has what it had"
+    assert engine.open([*range(6), 90, 91, 5]).num_cached == 8
+    engine.verify_all()
+
+
+def test_a_suspended_sequence_comes_back_with_its_contents() -> None:
+    engine = made(num_pages=8)
+    seq = run(engine, list(range(30)))
+    seq.suspend()
+    stats = engine.cache.stats()
+    assert stats.host_bytes == 8 * stats.groups[0].page_bytes and stats.num_suspended == 1
+    other = run(engine, list(range(100, 130)))  # overwrites all pages
+    with pytest.raises(fa.OutOfPages):
+        seq.resume()
+    assert seq.is_suspended
+    other.close()
+    seq.resume()
+    engine.step([(seq, [1, 2])])
+    engine.verify_all()
+    assert engine.cache.stats().host_bytes == 0
+
+
+def test_a_resumed_sequence_shares_what_the_index_has() -> None:
+    engine = made()
+    one = run(engine, list(range(13)))
+    two = run(engine, [*range(12), 50])
+    two.suspend()
+    two.resume()
+    assert (one.pages()[:3] == two.pages()[:3]).all() and one.pages()[3] != two.pages()[3]
+    engine.verify_all()
+
+
+def test_namespaces_share_nothing() -> None:
+    engine = made()
+    run(engine, list(range(12)), namespace=b"a")
+    assert engine.open(list(range(13)), namespace=b"b").num_cached == 0
+    assert engine.open(list(range(13))).num_cached == 0
+    assert engine.open(list(range(13)), namespace=b"a").num_cached == 12
+
+
+def test_pages_are_found_after_the_commit_only() -> None:
+    engine = made()
+    seq = engine.open(list(range(12)))
+    step = engine.cache.step([(seq, range(12))])
+    assert engine.open(list(range(13))).num_cached == 0
+    engine.write(step)
+    assert engine.open(list(range(13))).num_cached == 0
+    step.commit()
+    assert engine.open(list(range(13))).num_cached == 12
+
+
+def test_two_that_compute_the_same_prompt_keep_their_own_pages() -> None:
+    engine = made()
+    one, two = engine.open(list(range(9))), engine.open(list(range(9)))
+    engine.step([(one, list(range(9))), (two, list(range(9)))])
+    assert not set(one.pages()) & set(two.pages())
+    one.close()
+    assert engine.open(list(range(9))).num_cached == 8
+    engine.verify_all()
+
+
+def test_a_place_whose_node_was_evicted_and_made_again_with_other_tokens() -> None:
+    """The pages behind it must not be found under the other tokens."""
+    window = fa.kv.Group((0,), 1, 4, variant=fa.SlidingWindow(4))
+    engine = Engine(
+        fa.kv.Cache(fa.kv.Spec((window,), 4, torch.float32), 8, max_kv_len=256),
+        [lambda q, k: 0 <= q - k < 4],
+    )
+    one, two = engine.open([]), engine.open([])
+    engine.step([(one, list(range(8))), (two, list(range(8)))])
+    one.close()  # two keeps its own pages, which are not in the index
+    engine.cache.clear()
+    three = engine.open([])
+    engine.step([(three, [*range(4), 60, 61, 62, 63])])
+    engine.step([(two, list(range(8, 12)))])
+    engine.step([(three, [70])])
+    assert engine.open([*range(4), 60, 61, 62, 63, 8, 9, 10, 11, 1]).num_cached <= 8
+    engine.verify_all()
+
+
+def test_windows_hold_a_share_of_the_pages_and_still_hit() -> None:
+    spec = fa.kv.Spec(
+        (
+            fa.kv.Group((0,), 1, 4, variant=fa.SlidingWindow(32)),
+            fa.kv.Group((1,), 1, 4, variant=fa.Causal()),
+        ),
+        4, torch.float32,
+    )  # fmt: skip
+    cache = fa.kv.Cache(spec, [200, 200], max_kv_len=1024)
+    engine = Engine(cache, [lambda q, k: 0 <= q - k < 32, None])
+    seq = run(engine, list(range(400)))
+    used = [g.used for g in cache.stats().groups]
+    assert used == [8, 100]
+    assert engine.open([*range(400), 1]).num_cached == 400
+    assert engine.open([*range(200), 1]).num_cached == 200, "pages given up are still cached"
+    assert (seq.pages(0)[:92] == 0).all()
+    engine.verify_all()
+
+
+def test_a_hit_needs_the_pages_that_its_continuation_reads_alone() -> None:
+    spec = fa.kv.Spec((fa.kv.Group((0,), 1, 4, variant=fa.SlidingWindow(8)),), 4, torch.float32)
+    cache = fa.kv.Cache(spec, 12, max_kv_len=1024)
+    engine = Engine(cache, [lambda q, k: 0 <= q - k < 8])
+    run(engine, list(range(24)))  # pages 4 and 5 live, 0 to 3 evictable
+    run(engine, list(range(100, 132)))  # 8 pages: 6 free ones and two of the first prompt's
+    assert cache.stats().groups[0].evicted == 2
+    assert engine.open([*range(24), 1]).num_cached == 24
+    # Pages 2 and 3 went: 16 tokens would read page 2 or 3, 8 tokens read pages 0 and 1.
+    assert engine.open([*range(16), 1]).num_cached == 8
+    engine.verify_all()
+
+
+def test_compaction_moves_the_window_up_to_the_sinks() -> None:
+    group = fa.kv.Group(
+        (0,), 1, 4, variant=fa.StreamingLLM(window=8, num_sinks=4), reclaim="compact"
+    )
+    cache = fa.kv.Cache(fa.kv.Spec((group,), 4, torch.float32), 16, max_kv_len=1024)
+    engine = Engine(cache, [None])
+    seq = engine.open([])
+    kept: list[int] = []  # positions in the table, by the definition
+    for begin in range(0, 60, 3):
+        engine.step([(seq, list(range(begin, begin + 3)))])
+        kept += range(begin, begin + 3)
+        length = len(kept)
+        if length // 4 == (length - 3) // 4:
+            continue  # the mask is asked once a page
+        pages = [kept[i : i + 4] for i in range(0, length, 4)]
+        live = [
+            p for i, p in enumerate(pages)
+            if i == 0 or length - (4 * i + 3) < 8 or i == len(pages) - 1
+        ]  # fmt: skip
+        kept = [x for p in live for x in p]
+        assert seq.group_len(0) == len(kept)
+        k, _ = cache.tensors(0)
+        with cache.step([(seq, [])]) as step:
+            paged = step.paged()
+        rows = k[paged.page_indices.long()].flatten(0, 1)[: len(kept), 0]
+        assert rows[:, 1].tolist() == kept
+        assert cache.stats().groups[0].used <= 5
+        cache.check()
+    assert kept[:4] == [0, 1, 2, 3] and kept[-1] == 59 and len(kept) < 20
+    assert cache.open(list(range(60))).num_cached <= 16, "pages at other positions are not shared"
+    with pytest.raises(fa.InputError, match="too far back"):
+        seq.trim(20)
+    seq.suspend()
+    seq.resume()
+    cache.check()
+
+
+def test_errors_of_closed_and_busy_sequences() -> None:
+    engine = made()
+    seq = run(engine, [1, 2, 3])
+    with engine.cache.step([(seq, [4])]):
+        for act in (seq.close, seq.fork, seq.suspend, lambda: seq.trim(1)):
+            with pytest.raises(fa.SequenceError, match="open step"):
+                act()
+        with pytest.raises(fa.SequenceError, match="open step"):
+            engine.cache.step([(seq, [4])])
+    assert seq.kv_len == 3
+    seq.close()
+    for act in (seq.close, seq.fork, seq.suspend, seq.resume, seq.pages, lambda: seq.trim(1)):
+        with pytest.raises(fa.SequenceError, match="closed"):
+            act()
+    with pytest.raises(fa.SequenceError, match="closed"):
+        engine.cache.step([(seq, [4])])
+    with pytest.raises(fa.SequenceError, match="another cache"):
+        made().cache.step([(engine.open([1]), [4])])
+
+
+def test_a_with_block_that_fails_closes_its_sequence() -> None:
+    engine = made()
+    with pytest.raises(ZeroDivisionError), engine.cache.open([1, 2]) as seq:
+        engine.cache.step([(seq, [1, 2])])
+        raise ZeroDivisionError
+    assert seq.closed and not engine.cache.sequences
+    assert engine.cache.stats().groups[0].free == 32
+
+
+def test_another_thread_gets_an_error() -> None:
+    engine = made()
+    engine.open([1])
+    errors: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            engine.cache.open([2])
+        except fa.SequenceError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and "thread" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[1.5], [[1]], ["a"], 3, [-1], np.array([2**63], np.uint64), torch.ones(2), [None], [True]],
+    ids=repr,
+)
+def test_tokens_that_are_none(tokens: object) -> None:
+    engine = made()
+    seq = engine.open([])
+    with pytest.raises(fa.InputError, match="token_ids"):
+        engine.cache.open(tokens)  # type: ignore[arg-type]
+    with pytest.raises(fa.InputError, match=r"items\[0\]\[1\]"):
+        engine.cache.step([(seq, tokens)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_pages", 0), ("num_pages", [1, 2]), ("max_kv_len", 0), ("layout", "flat"),
+        ("eviction", fa.kv.LRU), ("lookback", -1), ("spec", None),
+    ],
+)  # fmt: skip
+def test_caches_that_are_none(name: str, value: object) -> None:
+    spec = fa.kv.Spec((fa.kv.Group((0,), 1, 8),))
+    given = {"spec": spec, "num_pages": 4, "max_kv_len": 9, name: value}
+    with pytest.raises(fa.InputError, match=name):
+        fa.kv.Cache(**given)

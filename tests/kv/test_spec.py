@@ -1,0 +1,114 @@
+"""Specs: what they accept, and those of Hugging Face configs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.kv.tree import page_digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": ()}, "layers"), ({"layers": (1, 1)}, "twice"), ({"layers": "ab"}, "layers"),
+        ({"num_kv_heads": 0}, "num_kv_heads"), ({"head_dim": -1}, "head_dim"),
+        ({"num_q_heads": 3}, "num_q_heads"), ({"variant": lambda b, h, q, k: q >= k}, "variant"),
+        ({"reclaim": "all"}, "reclaim"), ({"mask_params": 3}, "mask_params"),
+    ],
+)  # fmt: skip
+def test_groups_that_are_none(change: dict[str, object], message: str) -> None:
+    given = {"layers": (0,), "num_kv_heads": 2, "head_dim": 8, **change}
+    with pytest.raises(fa.InputError, match=message):
+        fa.kv.Group(**given)  # type: ignore[arg-type]
+
+
+def test_layers_missing_or_twice() -> None:
+    one, two = fa.kv.Group((0, 2), 1, 8), fa.kv.Group((2,), 1, 8)
+    with pytest.raises(fa.InputError, match=r"missing: \[1\], named twice: none"):
+        fa.kv.Spec((one,))
+    with pytest.raises(fa.InputError, match=r"missing: \[1\], named twice: \[2\]"):
+        fa.kv.Spec((one, two))
+    with pytest.raises(fa.InputError, match="dtype"):
+        fa.kv.Spec((fa.kv.Group((0,), 1, 8),), dtype=torch.int32)
+
+
+def config(**more: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{"num_hidden_layers": 6, "num_attention_heads": 8, "hidden_size": 512, **more}
+    )
+
+
+def test_from_config() -> None:
+    spec = fa.kv.Spec.from_config(config())
+    assert [(g.layers, g.num_kv_heads, g.head_dim) for g in spec.groups] == [
+        (tuple(range(6)), 8, 64)
+    ]
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    gemma = config(layer_types=types, sliding_window=512, num_key_value_heads=2, head_dim=256)
+    spec = fa.kv.Spec.from_config(gemma, page_size=32, dtype=torch.float16)
+    assert [g.layers for g in spec.groups] == [(0, 1, 2, 3, 4), (5,)]
+    assert (
+        isinstance(spec.groups[0].variant, fa.SlidingWindow)
+        and spec.groups[0].variant.window == 512
+    )
+    assert spec.page_bytes(0) == 5 * 32 * 2 * 2 * 256 * 2
+    mistral = config(sliding_window=4096)
+    assert isinstance(fa.kv.Spec.from_config(mistral).groups[0].variant, fa.SlidingWindow)
+    qwen = config(sliding_window=4096, use_sliding_window=False)
+    assert isinstance(fa.kv.Spec.from_config(qwen).groups[0].variant, fa.Causal)
+    llama4 = config(layer_types=["chunked_attention"] * 6, attention_chunk_size=8192)
+    assert isinstance(fa.kv.Spec.from_config(llama4).groups[0].variant, fa.Chunked)
+    assert fa.kv.Spec.from_config(SimpleNamespace(text_config=config())).num_layers == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 6}, "linear_attention"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types has 5"),
+        ({"layer_types": ["sliding_attention"] * 6}, "no sliding_window"),
+        ({"kv_lora_rank": 512}, "latent"), ({"hidden_size": 513}, "hidden_size=513"),
+        ({"num_attention_heads": None}, "num_attention_heads"),
+    ],
+)  # fmt: skip
+def test_configs_without_a_spec(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(fa.InputError, match=message):
+        fa.kv.Spec.from_config(config(**changes))
+
+
+DIGESTS = """
+import numpy as np, flashattn_jit as fa
+spec = fa.kv.Spec((fa.kv.Group((0,), 1, 8, variant=fa.Causal()),), 4)
+cache = fa.kv.Cache(spec, 8, max_kv_len=64)
+seq = cache.open([])
+with cache.step([(seq, range(8))]) as step:
+    step.commit()
+print(spec.fingerprint.hex(), seq.place.digest.hex())
+"""
+
+
+def test_digests_are_the_same_in_every_process() -> None:
+    def printed(seed: str) -> str:
+        run = subprocess.run(
+            [sys.executable, "-c", DIGESTS], env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return run.stdout
+
+    assert printed("1") == printed("2")
+    fingerprint, digest = printed("3").split()
+    assert len(fingerprint) == len(digest) == 64
+
+
+def test_a_digest_depends_on_what_comes_before() -> None:
+    tokens = np.arange(4)
+    one, two = page_digest(b"a" * 32, tokens), page_digest(b"b" * 32, tokens)
+    assert one != two and one != page_digest(b"a" * 32, tokens + 1)
