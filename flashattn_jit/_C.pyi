@@ -8,6 +8,8 @@ type).
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 ABI_VERSION: Final[int]
@@ -16,6 +18,7 @@ PARTIAL: Final[int]
 RELAXED_CAPTURES: Final[int]
 """CU_STREAM_CAPTURE_MODE_RELAXED, for `exchange_capture_mode`."""
 
+_Addresses = NDArray[np.int64]
 _Strides = tuple[int, int, int] | list[int]
 _Layout = tuple[Sequence[int], Sequence[int]]
 _BlockMaskLayout = tuple[Sequence[int], Sequence[int], int, int]
@@ -57,7 +60,7 @@ def merge_states(
     """
 
 def copy_pieces(
-    sources: Buffer, destinations: Buffer, piece_bytes: int, num_threads: int
+    sources: _Addresses, destinations: _Addresses, piece_bytes: int, num_threads: int
 ) -> None:
     """Copies pieces of memory: `piece_bytes` from each address in `sources` to its destination.
 

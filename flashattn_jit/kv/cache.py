@@ -299,6 +299,7 @@ class Cache:
             gone = np.flatnonzero(dead & (live != NULL))
             if not len(gone):
                 continue
+            seq.version += 1
             self.pools[group].release(live[gone])
             self.counters.reclaimed_pages[group] += len(gone)
             if self.spec.groups[group].reclaim == "holes":

@@ -1,9 +1,15 @@
-"""Flat or cascade: whether keys that sequences share are read once for all of them."""
+"""Flat or cascade: whether keys that sequences share are read once for all of them.
+
+The pages that a step's sequences share are looked for once for the same sequences: until one of
+their tables changes before its end (`Sequence.version`), tables only grow behind what is shared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..ops.batch import BatchAttention
@@ -19,21 +25,38 @@ _KEPT_GROWTH = 1.15
 """A decision is made anew when the keys of the step have grown by this factor."""
 
 
-def plan_levels(step: Step, group: int, min_shared_pages: int) -> list[CascadeLevel]:
-    """The levels of a step; see `Step.levels`."""
-    return cascade_levels(step.q_indptr, step.paged(group), min_shared_pages)
+class Shared(NamedTuple):
+    """Levels of shared pages, and how many pages of each sequence's table they hold."""
+
+    members: tuple[object, ...]
+    levels: list[CascadeLevel]
+    counts: NDArray[Any]
 
 
 class StepPlanner:
-    """Plans the steps of one group, and remembers which kind of plan served the same sequences."""
+    """Plans the steps of one group, and remembers what the same sequences share."""
 
     def __init__(self) -> None:
-        self._members: tuple[object, ...] = ()
+        self._shared: Shared | None = None
+        self._decided: tuple[object, ...] = ()
         self._num_keys = 0
-        self._shares = False
+        self._cascades = False
+
+    def levels(self, step: Step, group: int) -> list[CascadeLevel]:
+        """The pages of a step as levels, the sequences' own last."""
+        members = _members(step)
+        shared = self._shared
+        if shared is None or shared.members != members:
+            paged = step.paged(group)
+            *levels, own = cascade_levels(step.q_indptr, paged)
+            lengths = np.diff(paged.page_indptr.numpy().astype(np.int64))
+            counts = lengths - np.diff(own.storage.page_indptr.numpy())  # type: ignore[union-attr]
+            self._shared = Shared(members, levels, counts)
+            return [*levels, own]
+        return [*shared.levels, CascadeLevel(step.q_indptr, step.own_pages(group, shared.counts))]
 
     def plan(
-        self, step: Step, attention: BatchBase, group: int, mask_params: Mapping[str, object]
+        self, step: Step, attention: BatchBase, group: int, mask_params: dict[str, Any]
     ) -> Plan:
         """See `Step.plan`."""
         paged = step.paged(group)
@@ -45,16 +68,24 @@ class StepPlanner:
                 f"{type(attention).__name__}"
             )
         flat = [CascadeLevel(step.q_indptr, paged)]
-        members = (attention.number, *((s.number, n) for s, n in step.counts()))
+        decided = (attention.number, _members(step))
         num_keys = int(paged.page_indptr[-1])
-        same = members == self._members and num_keys <= self._num_keys * _KEPT_GROWTH
-        if same and not self._shares:
-            return attention.plan(flat, **mask_params)
-        levels = plan_levels(step, group, 1)
-        if same or len(levels) == 1:
+        if decided == self._decided and num_keys <= self._num_keys * _KEPT_GROWTH:
+            levels = self.levels(step, group) if self._cascades else flat
             return attention.plan(levels, **mask_params)
-        flat_plan = attention.plan(flat, **mask_params)
-        cascade_plan = attention.plan(levels, **mask_params)
-        self._members, self._num_keys = members, num_keys
-        self._shares = cascade_plan.predicted_ns < flat_plan.predicted_ns
-        return cascade_plan if self._shares else attention.plan(flat, **mask_params)
+        levels = self.levels(step, group)
+        plan = attention.plan(flat, **mask_params)
+        cascades = False
+        if len(levels) > 1:
+            expected = plan.predicted_ns
+            plan = attention.plan(levels, **mask_params)
+            cascades = plan.predicted_ns < expected
+            if not cascades:
+                plan = attention.plan(flat, **mask_params)
+        self._decided, self._num_keys, self._cascades = decided, num_keys, cascades
+        return plan
+
+
+def _members(step: Step) -> tuple[object, ...]:
+    """What the shared pages of a step depend on, and the rows that read them."""
+    return tuple((seq.number, seq.version, count) for seq, count in step.counts())

@@ -54,7 +54,7 @@ class Pages:
         """Free pages, each for one table; lower numbers first where never used before."""
         assert count <= self.num_free
         begin = self.num_free - count
-        taken = self._free[begin : self.num_free][::-1].copy()
+        taken: NDArray[np.int32] = self._free[begin : self.num_free][::-1].copy()
         self.num_free = begin
         self.num_used += count
         self.refs[taken] = 1
@@ -87,7 +87,8 @@ class Pages:
 
     def evictable(self) -> NDArray[np.bool_]:
         """[num_pages + 1]: pages that only the index holds."""
-        return (self.refs == 0) & (self.owner >= 0)
+        found: NDArray[np.bool_] = (self.refs == 0) & (self.owner >= 0)
+        return found
 
     def _give_back(self, pages: Ints) -> None:
         end = self.num_free + len(pages)

@@ -6,7 +6,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import InputError, SequenceError
 from ..ops.arguments.checks import check_int
@@ -52,6 +51,7 @@ class Sequence:
         self.least_len = [0] * num_groups  # of kv_len, where no query reads what was compacted
         self.place: Place = cache.tree.place(cache.tree.root(namespace), 0)
         self.publishes = True
+        self.version = 0  # of the tables: changes before their ends, growth apart
         self.step: Step | None = None
         self.saved: list[Saving] | None = None
         self.closed = False
@@ -64,12 +64,12 @@ class Sequence:
         return self.tokens.length
 
     @property
-    def token_ids(self) -> NDArray[np.int64]:
-        """The tokens, a copy [kv_len]."""
+    def token_ids(self) -> Ints:
+        """The tokens, a copy [kv_len], int64."""
         return self.tokens.view.copy()
 
-    def pages(self, group: int = 0) -> NDArray[np.int32]:
-        """The page table of a group, a copy; 0 for pages that the group's mask gave up."""
+    def pages(self, group: int = 0) -> Ints:
+        """The page table of a group, a copy, int32; 0 for pages that the group's mask gave up."""
         self._check("pages()")
         return self.tables[self.cache.check_group(group)].view.copy()
 
@@ -115,6 +115,7 @@ class Sequence:
         for group, removed in enumerate(self.removed):
             self._check_trim(group, removed, kv_len)
         size = self.cache.spec.page_size
+        self.version += 1
         self.tokens.truncate(kv_len)
         for group, (pages, table) in enumerate(zip(self.cache.pools, self.tables, strict=True)):
             count = -(-(kv_len - self.removed[group]) // size)
@@ -192,6 +193,7 @@ class Sequence:
             table.view[:] = there
         cache.count_saved(self.saved, -1)
         self.saved = None
+        self.version += 1
 
     def close(self) -> None:
         """Release its pages. Full ones stay in the prefix index until their room is needed.

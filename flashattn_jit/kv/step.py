@@ -20,7 +20,6 @@ from ..ops.keys.paged import Paged
 from ..ops.plan import Plan
 from .copies import copy_pages
 from .int_buffer import Ints
-from .levels import plan_levels
 from .sequence import Sequence
 
 if TYPE_CHECKING:
@@ -120,23 +119,33 @@ class Step:
             found = self._paged[group] = self._make_paged(self._cache.check_group(group))
         return found
 
-    def _make_paged(self, group: int) -> Paged:
+    def own_pages(self, group: int, skipped: NDArray[np.int64]) -> Paged:
+        """`paged` without the first `skipped` pages of each sequence."""
+        return self._make_paged(group, skipped)
+
+    def _make_paged(self, group: int, skipped: NDArray[np.int64] | None = None) -> Paged:
         size = self._cache.spec.page_size
         tables = [seq.tables[group] for seq, _ in self._items]
+        counts = np.array([t.length for t in tables], np.int64)
+        parts = [t.view for t in tables]
+        if skipped is not None:
+            counts -= skipped
+            parts = [part[n:] for part, n in zip(parts, skipped.tolist(), strict=True)]
         indptr = np.zeros(len(tables) + 1, np.int32)
-        np.cumsum([t.length for t in tables], out=indptr[1:])
+        np.cumsum(counts, out=indptr[1:])
         lengths = np.array([seq.group_len(group) for seq, _ in self._items], np.int64)
         lengths += np.array(self._counts, np.int64)
         last = np.where(lengths, (lengths - 1) % size + 1, 0).astype(np.int32)
-        indices = torch.from_numpy(np.concatenate([_NO_PAGES, *(t.view for t in tables)]))
+        indices = torch.from_numpy(np.concatenate([_NO_PAGES, *parts]))
         if self._cache.device.type != "cpu":
             indices = indices.pin_memory().to(self._cache.device, non_blocking=True)
         return Paged(torch.from_numpy(indptr), indices, torch.from_numpy(last), size)
 
-    def levels(self, group: int = 0, min_shared_pages: int = 1) -> list[CascadeLevel]:
+    def levels(self, group: int = 0) -> list[CascadeLevel]:
         """The pages of a group as levels that sequences share, for `CascadeAttention.plan`."""
         self._check("levels()")
-        return plan_levels(self, self._cache.check_group(group), min_shared_pages)
+        group = self._cache.check_group(group)
+        return self._cache.planners[group].levels(self, group)
 
     def plan(self, attention: BatchBase, group: int = 0, **mask_params: object) -> Plan:
         """Plan this step's attention in a group's layers.

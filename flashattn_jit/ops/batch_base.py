@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import _C
@@ -421,4 +422,11 @@ def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:
     pages = None
     if all(p.pages is not None for p in parts):
         pages = (min((p[0] for p in known), default=0), max((p[1] for p in known), default=-1))
-    return Keys(stored.page_size, torch.cat(used), pages, indptrs)
+    return Keys(stored.page_size, _joined(used), pages, indptrs)
+
+
+def _joined(indices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors end to end. numpy joins those on the host, as torch would wake its threads."""
+    if not indices[0].is_cpu:
+        return torch.cat(list(indices))
+    return torch.from_numpy(np.concatenate([x.numpy() for x in indices]))

@@ -1,0 +1,138 @@
+"""A decoder over the cache gives what it gives without one.
+
+Its layers are of different kinds: full, window, sinks with a window, chunks; with grouped, single
+and as many key heads as query heads; weights are random. Tokens are drawn greedily, in steps that
+mix prompts and single tokens, with forks, trims and suspensions between.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+
+WIDTH, HEADS, DIM, VOCABULARY = 32, 4, 8, 50
+VARIANTS = (
+    fa.Causal(), fa.SlidingWindow(12), fa.StreamingLLM(window=10, num_sinks=3), fa.Chunked(16),
+)  # fmt: skip
+KV_HEADS = (4, 2, 1, 2)
+GROUPS = tuple(
+    fa.kv.Group((i, i + 4), n, DIM, num_q_heads=HEADS, variant=v)
+    for i, (v, n) in enumerate(zip(VARIANTS, KV_HEADS, strict=True))
+)
+LAYERS = 8
+
+
+@dataclass
+class Decoder:
+    """Pre-norm layers of attention and a gated MLP, in float32."""
+
+    weights: list[dict[str, torch.Tensor]]
+    embedding: torch.Tensor
+
+    @classmethod
+    def made(cls, seed: int) -> Decoder:
+        g = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=g) / shape[0] ** 0.5
+
+        layers = [
+            {
+                "q": normal(WIDTH, HEADS * DIM), "o": normal(HEADS * DIM, WIDTH),
+                "k": normal(WIDTH, KV_HEADS[i % 4] * DIM),
+                "v": normal(WIDTH, KV_HEADS[i % 4] * DIM),
+                "up": normal(WIDTH, 2 * WIDTH), "down": normal(2 * WIDTH, WIDTH),
+            }
+            for i in range(LAYERS)
+        ]  # fmt: skip
+        return cls(layers, torch.randn(VOCABULARY, WIDTH, generator=g))
+
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        """Logits [tokens, VOCABULARY]. attend(layer, q, k, v): attention over packed rows."""
+        x = self.embedding[tokens] + torch.sin(positions.float())[:, None] * 0.1
+        for i, w in enumerate(self.weights):
+            y = torch.nn.functional.rms_norm(x, (WIDTH,))
+            q, k, v = ((y @ w[n]).unflatten(1, (-1, DIM)) for n in "qkv")
+            x = x + attend(i, q, k, v).flatten(1) @ w["o"]
+            y = torch.nn.functional.rms_norm(x, (WIDTH,))
+            x = x + torch.nn.functional.silu(y @ w["up"]) @ w["down"]
+        return x @ self.embedding.T
+
+    def without_a_cache(self, tokens: list[int]) -> torch.Tensor:
+        """Logits of the last token, everything computed by the eager reference."""
+
+        def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+            return VARIANTS[i % 4].reference(*heads)[0].transpose(0, 1).float()
+
+        return self.run(torch.tensor(tokens), torch.arange(len(tokens)), attend)[-1]
+
+
+class Served:
+    """The decoder over a cache: a plan a group, then all layers."""
+
+    def __init__(self, decoder: Decoder, cache: fa.kv.Cache, kind: type) -> None:
+        self.decoder, self.cache = decoder, cache
+        self.attentions = [
+            kind(v, num_q_heads=HEADS, num_kv_heads=n, head_dim=DIM, q_dtype=torch.float32)
+            for v, n in zip(VARIANTS, KV_HEADS, strict=True)
+        ]
+
+    def step(self, items: list[tuple[fa.kv.Sequence, list[int]]]) -> torch.Tensor:
+        """Logits of the last new token of each sequence."""
+        with self.cache.step(items) as step:
+            for group, attention in enumerate(self.attentions):
+                step.plan(attention, group)
+
+            def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                step.append(i, k, v)
+                return self.attentions[i % 4].run(q, *self.cache.tensors(i))
+
+            logits = self.decoder.run(torch.from_numpy(step.token_ids), step.positions, attend)
+            step.commit()
+            return logits[step.q_indptr[1:].long() - 1]
+
+
+@pytest.mark.parametrize("kind", [fa.BatchAttention, fa.CascadeAttention])
+@pytest.mark.parametrize("layout", ["page", "layer"])
+def test_equals_recomputation(kind: type, layout: str) -> None:
+    pick = random.Random(3)
+    decoder = Decoder.made(3)
+    spec = fa.kv.Spec(GROUPS, 4, torch.float32)
+    cache = fa.kv.Cache(spec, 60, max_kv_len=256, layout=layout, lookback=3)  # type: ignore[arg-type]
+    served = Served(decoder, cache, kind)
+    system = [pick.randrange(VOCABULARY) for _ in range(13)]
+    prompts = [system + [pick.randrange(VOCABULARY) for _ in range(n)] for n in (1, 6, 17)]
+    prompts += [[pick.randrange(VOCABULARY) for _ in range(9)]]
+    seqs: list[fa.kv.Sequence] = []
+    for prompt in prompts:
+        seq = cache.open(prompt)
+        served.step([(seq, prompt[seq.num_cached :])])
+        seqs.append(seq)
+    assert cache.stats().hit_tokens == 2 * 12
+    for turn in range(24):
+        if turn == 6:
+            seqs.append(seqs[1].fork())
+        if turn == 9:
+            seqs[2].suspend()
+            seqs[2].resume()
+        if turn == 12:
+            seqs[0].trim(seqs[0].kv_len - 3)
+        if turn == 15:
+            seqs.pop(3).close()
+        chosen = pick.sample(seqs, pick.randrange(1, len(seqs) + 1))
+        items = [
+            (s, [pick.randrange(VOCABULARY) for _ in range(pick.choice([1, 1, 5]))]) for s in chosen
+        ]
+        logits = served.step(items)
+        for (seq, _), row in zip(items, logits, strict=True):
+            wanted = decoder.without_a_cache(seq.token_ids.tolist())
+            torch.testing.assert_close(row, wanted, rtol=1e-3, atol=1e-3)
+            assert int(row.argmax()) == int(wanted.argmax())
+        cache.check()
+    assert sum(g.reclaimed for g in cache.stats().groups) > 10
