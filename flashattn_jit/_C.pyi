@@ -67,6 +67,19 @@ def copy_pieces(
     Both are contiguous int64 arrays. No destination may overlap another piece.
     """
 
+def copy_rows(
+    pages: NDArray[np.int32],
+    slots: NDArray[np.int32],
+    num_heads: int,
+    copies: Sequence[tuple[int, int, int, int, int, int, int, int]],
+    num_threads: int,
+) -> None:
+    """Copies rows of new tokens into pages: token t to slot slots[t] of page pages[t].
+
+    Each copy is (source address, destination address, bytes between tokens and heads of the source,
+    bytes between pages, slots and heads of the destination, bytes of a row).
+    """
+
 class Module:
     """An artifact, loaded with RTLD_NOW | RTLD_LOCAL and never closed.
 

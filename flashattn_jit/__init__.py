@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .deploy.warm.warm import warm
     from .inspect.cache import cache_info, last_kernel_source
     from .inspect.doctor.report import doctor
-    from .ops.append import append_paged_kv
+    from .ops.append import AppendPlan, append_paged_kv, plan_append
     from .ops.arguments.limits import Limits
     from .ops.attention import attention
     from .ops.batch import BatchAttention
@@ -68,7 +68,7 @@ _LAZY = {
     "deploy.warm.warm": ("warm",),
     "inspect.cache": ("cache_info", "last_kernel_source"),
     "inspect.doctor.report": ("doctor",),
-    "ops.append": ("append_paged_kv",),
+    "ops.append": ("AppendPlan", "append_paged_kv", "plan_append"),
     "ops.arguments.limits": ("Limits",),
     "ops.batch": ("BatchAttention",),
     "ops.cascade": ("CascadeAttention", "cascade_levels"),
@@ -85,6 +85,7 @@ _LAZY = {
 _MODULES = {name: module for module, names in {**_CORE, **_LAZY}.items() for name in names}
 
 __all__ = [
+    "AppendPlan",
     "BatchAttention",
     "BlockSparse",
     "CascadeAttention",
@@ -111,6 +112,7 @@ __all__ = [
     "merge_states",
     "pack",
     "pack_wheel",
+    "plan_append",
     "q_len",
     "q_row",
     "record_manifest",

@@ -111,6 +111,41 @@ void copy_pieces_at(const py::buffer& sources, const py::buffer& destinations, i
   copy_pieces(source, destination, from.size, piece_bytes, num_threads);
 }
 
+// copy_rows with pages and slots in buffers of int32, and each copy as the ints of a RowCopy.
+void copy_rows_at(const py::buffer& pages, const py::buffer& slots, int64_t num_heads,
+                  py::handle copies, int num_threads) {
+  const auto indices = [](const py::buffer& buffer, const char* name) {
+    py::buffer_info info = buffer.request();
+    if (info.ndim != 1 || info.itemsize != 4 || info.format != "i" ||
+        (info.size > 1 && info.strides[0] != 4)) {
+      throw py::value_error(std::string(name) + " must be contiguous int32 entries");
+    }
+    return info;
+  };
+  const py::buffer_info page = indices(pages, "pages"), slot = indices(slots, "slots");
+  const Items given(copies, "copies");
+  if (page.size != slot.size || num_heads < 0 || num_threads < 1) {
+    throw py::value_error("pages and slots must be equally many; num_threads must be positive");
+  }
+  std::vector<RowCopy> rows(given.size());
+  for (size_t i = 0; i < given.size(); ++i) {
+    std::array<int64_t, 8> x{};
+    to_int64s(given[i], 8, x.data(), "copies");
+    if (x[0] == 0 || x[1] == 0 || x[7] < 0) throw py::value_error("a copy has address 0");
+    rows[i] = {reinterpret_cast<const char*>(x[0]),
+               reinterpret_cast<char*>(x[1]),
+               x[2],
+               x[3],
+               x[4],
+               x[5],
+               x[6],
+               x[7]};
+  }
+  py::gil_scoped_release no_gil;
+  copy_rows(rows.data(), static_cast<int>(rows.size()), static_cast<const int32_t*>(page.ptr),
+            static_cast<const int32_t*>(slot.ptr), page.size, num_heads, num_threads);
+}
+
 py::list as_tuples(const std::vector<Residency>& kernels) {
   py::list found;
   for (const Residency& one : kernels)
@@ -196,6 +231,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("num_threads"));
   m.def("copy_pieces", &rt::copy_pieces_at, py::arg("sources"), py::arg("destinations"),
         py::arg("piece_bytes"), py::arg("num_threads"));
+  m.def("copy_rows", &rt::copy_rows_at, py::arg("pages"), py::arg("slots"), py::arg("num_heads"),
+        py::arg("copies"), py::arg("num_threads"));
   rt::bind_module(m);
   rt::bind_driver(m);
   fajit::scheduler::bind_scheduler(m);

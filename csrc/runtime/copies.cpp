@@ -9,7 +9,7 @@ namespace fajit::runtime {
 namespace {
 
 // The least bytes of a thread, so that waking it is worth it.
-constexpr int64_t kBytesPerThread = 128 * 1024;
+constexpr int64_t kBytesPerThread = 512 * 1024;
 
 // Pieces longer than this are cut, so that a few long ones occupy all threads.
 constexpr int64_t kMostBytes = 256 * 1024;
@@ -31,6 +31,30 @@ void copy_pieces(const int64_t* sources, const int64_t* destinations, int64_t co
     const auto* source = reinterpret_cast<const char*>(sources[part / cuts]);
     auto* destination = reinterpret_cast<char*>(destinations[part / cuts]);
     std::memcpy(destination + begin, source + begin, static_cast<size_t>(bytes));
+  }
+}
+
+void copy_rows(const RowCopy* copies, int num_copies, const int32_t* pages, const int32_t* slots,
+               int64_t num_tokens, int64_t num_heads, int num_threads) {
+  int64_t bytes = 0;
+  for (int i = 0; i < num_copies; ++i) bytes += num_tokens * num_heads * copies[i].row_bytes;
+  const int64_t useful = std::min(num_tokens, bytes / kBytesPerThread);
+  const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, num_threads));
+  if (threads > 1) before_parallel_region();
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    for (int i = 0; i < num_copies; ++i) {
+      const RowCopy& copy = copies[i];
+      const char* source = copy.source + token * copy.source_token;
+      char* destination = copy.destination + pages[token] * copy.page + slots[token] * copy.slot;
+      const auto row = static_cast<size_t>(copy.row_bytes);
+      if (copy.source_head == copy.row_bytes && copy.head == copy.row_bytes) {
+        std::memcpy(destination, source, row * static_cast<size_t>(num_heads));
+        continue;
+      }
+      for (int64_t head = 0; head < num_heads; ++head)
+        std::memcpy(destination + head * copy.head, source + head * copy.source_head, row);
+    }
   }
 }
 

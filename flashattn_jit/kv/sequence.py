@@ -66,12 +66,14 @@ class Sequence:
     @property
     def token_ids(self) -> Ints:
         """The tokens, a copy [kv_len], int64."""
-        return self.tokens.view.copy()
+        found: Ints = self.tokens.view.copy()
+        return found
 
     def pages(self, group: int = 0) -> Ints:
         """The page table of a group, a copy, int32; 0 for pages that the group's mask gave up."""
         self._check("pages()")
-        return self.tables[self.cache.check_group(group)].view.copy()
+        found: Ints = self.tables[self.cache.check_group(group)].view.copy()
+        return found
 
     def group_len(self, group: int) -> int:
         """Keys that the table of a group counts: kv_len less those that compaction removed."""

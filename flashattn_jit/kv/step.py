@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError, SequenceError
-from ..ops.append import append_paged_kv
+from ..ops.append import AppendPlan, plan_append
 from ..ops.arguments.checks import shown
 from ..ops.batch_base import BatchBase
 from ..ops.keys.level_pages import CascadeLevel
@@ -45,6 +45,7 @@ class Step:
         self.num_tokens = int(indptr[-1])
         self._counts = counts
         self._paged: dict[int, Paged] = {}
+        self._appends: dict[int, AppendPlan] = {}
         self._make_room()
         for seq, _ in self._items:
             seq.step = self
@@ -176,8 +177,11 @@ class Step:
         Raises InputError for tensors that do not fit, and then writes nothing.
         """
         self._check("append()")
-        group = self._cache.group_of(layer)
-        append_paged_kv(k, v, *self._cache.tensors(layer), self.q_indptr, self.paged(group))
+        views, group = self._cache.tensors(layer), self._cache.group_of(layer)
+        append = self._appends.get(group)
+        if append is None:
+            append = self._appends[group] = plan_append(self.q_indptr, self.paged(group))
+        append.run(k, v, *views)
 
     # --- its end ----------------------------------------------------------------------------------
 

@@ -134,3 +134,105 @@ def test_gradients_and_targets_are_refused() -> None:
         fa.append_paged_kv(K.clone().requires_grad_(), K, *options)
     with pytest.raises(TargetError, match="runs on CUDA tensors"):
         fa.append_paged_kv(K, K, *options, target="sm_80")
+
+
+@every_target
+def test_one_plan_serves_all_layers_of_pages_with_layers_inside(target) -> None:
+    """[pages, layers, keys or values, slots, heads, dim]: strides that no layer alone has."""
+    paged, layers = pages(), 3
+    memory = torch.zeros(12, layers, 2, 4, 2, 8)
+    append = fa.plan_append(torch.tensor([0, 3, 3, 4]), paged, target=target)
+    assert append.num_tokens == 4
+    rows = torch.randn(layers, 2, 4, 2, 8)
+    for layer in range(layers):
+        append.run(*rows[layer], memory[:, layer, 0], memory[:, layer, 1])
+    expected = torch.zeros_like(memory)
+    for token, (request, key) in enumerate([(0, 3), (0, 4), (0, 5), (2, 4)]):
+        page, at = slot(paged, request, key)
+        expected[page, :, :, at] = rows[:, :, token]
+    assert torch.equal(memory, expected)
+
+
+@every_target
+def test_positions_say_which_keys_the_tokens_become(target) -> None:
+    paged = pages()
+    keys = [(0, 5), (0, 0), (0, 1), (2, 3)]
+    append = fa.plan_append(
+        torch.tensor([0, 3, 3, 4]), paged, positions=torch.tensor([k for _, k in keys]),
+        target=target,
+    )  # fmt: skip
+    k = torch.randn(4, 2, 8)
+    k_pages, v_pages = torch.zeros(2, 12, 4, 2, 8)
+    append.run(k, -k, k_pages, v_pages)
+    expected = torch.zeros_like(k_pages)
+    for token, (request, key) in enumerate(keys):
+        expected[slot(paged, request, key)] = k[token]
+    assert torch.equal(k_pages, expected) and torch.equal(v_pages, -expected)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([5, 0, 6, 3], r"positions\[2\]=6 of request 0 must be 0 to 5"),
+        ([5, 0, 1, -1], r"positions\[3\]=-1 of request 2 must be 0 to 4"),
+        ([5, 0, 1], r"positions must be \[num_tokens=4\], got \[3\]"),
+        ([5.0, 0, 1, 2], "positions"),
+    ],
+)
+def test_positions_that_are_no_keys(positions, message) -> None:
+    with pytest.raises(InputError, match=message):
+        fa.plan_append(torch.tensor([0, 3, 3, 4]), pages(), positions=torch.tensor(positions))
+
+
+def test_random_appends_equal_index_put() -> None:
+    """Random lengths, page sizes, dtypes and strides; also of tensors that a plan saw before."""
+    generator = torch.Generator().manual_seed(1)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    for _ in range(200):
+        size, heads, dim, requests = pick(1, 9), pick(1, 3), pick(1, 9), pick(1, 5)
+        old, new = [pick(0, 20) for _ in range(requests)], [pick(0, 9) for _ in range(requests)]
+        counts = [-(-(a + b) // size) for a, b in zip(old, new, strict=True)]
+        order = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)].int()
+        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0)])
+        last = [(a + b - 1) % size + 1 if a + b else 0 for a, b in zip(old, new, strict=True)]
+        paged = fa.Paged(starts, order, torch.tensor(last), size)
+        indptr = torch.tensor([0, *torch.tensor(new).cumsum(0)])
+        dtype = [torch.float32, torch.bfloat16, torch.int8][pick(0, 2)]
+        rows = torch.randint(-99, 99, (2, sum(new), heads + 1, dim), generator=generator)
+        k, v = rows.to(dtype)[:, :, 1:]
+        shape = (2, sum(counts) + 3, heads, size, dim)
+        cache = torch.zeros(shape, dtype=dtype).transpose(2, 3)
+        if pick(0, 1):
+            cache = cache.contiguous()
+        append = fa.plan_append(indptr, paged)
+        wanted = cache.clone()
+        token = 0
+        for b in range(requests):
+            for key in range(old[b], old[b] + new[b]):
+                wanted[0][slot(paged, b, key)], wanted[1][slot(paged, b, key)] = k[token], v[token]
+                token += 1
+        for _ in range(2):
+            append.run(k, v, cache[0], cache[1])
+            assert torch.equal(cache, wanted)
+            cache.zero_()
+
+
+def test_a_plan_checks_the_tensors_of_each_run() -> None:
+    append = fa.plan_append(INDPTR, pages())
+    cache = torch.zeros(2, 12, 4, 2, 8)
+    append.run(K, K, cache[0], cache[1])
+    for k, caches, message in (
+        (K[:3], cache, "num_tokens=4"), (K.half(), cache, "float16"),
+        (K, cache[:, :, :2], "page_size=2"), (K, cache[:, :6], "num_pages=6"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            append.run(k, K, caches[0], caches[1])
+    with pytest.raises(InputError, match="same entry"):
+        append.run(K, K, cache[0], cache[0])
+    with pytest.raises(InputError, match="memory of k_pages"):
+        append.run(cache[0, :1].flatten(0, 1), K, cache[0], cache[1])
+    with pytest.raises(GradError):
+        append.run(K.clone().requires_grad_(), K, cache[0], cache[1])

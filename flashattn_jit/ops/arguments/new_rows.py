@@ -1,0 +1,54 @@
+"""Checks of new keys and values that are to be written into pages."""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import InputError
+from . import checks
+
+
+def check_new_rows(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
+    """Raises InputError unless rows [tokens, heads, dim] fit pages [pages, slots, heads, dim]."""
+    for label, tensor, rank in ((name, new, 3), (f"{name}_pages", cache, 4)):
+        checks.check_readable(label, tensor)
+        if tensor.dim() != rank:
+            layout = "[num_tokens, num_kv_heads, head_dim]"
+            if rank == 4:
+                layout = "[num_pages, page_size, num_kv_heads, head_dim]"
+            raise InputError(f"{label} must be {layout}, got {list(tensor.shape)}")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise InputError(f"{label} is on {tensor.device}; pages are on cpu or cuda tensors")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
+            raise InputError(
+                f"{label}'s last dim must be contiguous, its stride is {tensor.stride(-1)}"
+            )
+        checks.check_not_lazy(label, tensor)
+    if new.dtype != cache.dtype:
+        raise InputError(
+            f"{name} has dtype {new.dtype}, but {name}_pages {cache.dtype}; convert it first"
+        )
+    if new.shape[1:] != cache.shape[2:]:
+        raise InputError(
+            f"{name} has num_kv_heads={new.shape[1]} and rows of {new.shape[2]}, but {name}_pages "
+            f"has {cache.shape[2]} and {cache.shape[3]}"
+        )
+    if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
+        raise InputError(f"{name}_pages is an expanded tensor: several entries share one address")
+
+
+def check_memory(
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
+) -> None:
+    """Raises InputError where rows would be read from or written to the memory of others."""
+    if k_pages.numel() and k_pages.data_ptr() == v_pages.data_ptr():
+        raise InputError("k_pages and v_pages start at the same entry: keys would be overwritten")
+    caches = [
+        (label, cache.untyped_storage()._cdata)
+        for label, cache in (("k_pages", k_pages), ("v_pages", v_pages))
+    ]
+    for name, new in (("k", k), ("v", v)):
+        memory = new.untyped_storage()._cdata
+        for label, other in caches:
+            if memory == other and new.numel():
+                raise InputError(f"{name} lies in the memory of {label}; pass {name}.clone()")
