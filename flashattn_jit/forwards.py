@@ -59,6 +59,14 @@ def explain_plan(*args: Any) -> Any:
 
 
 @provide
+def plot_pages(*args: Any) -> Any:
+    """`kv.Timeline.plot`."""
+    from .inspect.explanation import pages_plot
+
+    return pages_plot.plot_pages(*args)
+
+
+@provide
 def plot_plan(*args: Any) -> Any:
     """`Plan.plot`."""
     from .inspect.explanation import batch_plot

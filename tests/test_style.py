@@ -62,6 +62,7 @@ IMPORTED_WHEN_NEEDED = {
     "click": {"cli"},
     "rich": {"cli", "deploy/warm/progress.py"},
     "fsspec": {"jit"},
+    "prometheus_client": {"kv/metrics.py"},
 }
 """Libraries beyond torch and numpy, and the files or folders that may import them."""
 

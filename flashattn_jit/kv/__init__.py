@@ -7,25 +7,30 @@ of some. Attention itself is `fa.BatchAttention` or `fa.CascadeAttention` over t
 from __future__ import annotations
 
 from .cache import Cache
-from .policy import LFU, LRU, Entry, Priority, RecomputeCost
+from .metrics import Collector
+from .policy import LFU, LRU, Entry, Policy, Priority, RecomputeCost
 from .reclaim import dead_pages
 from .sequence import Sequence
 from .spec import Group, Spec
 from .stats import GroupStats, Stats
 from .step import Step
+from .timeline import Timeline
 
 __all__ = [
     "LFU",
     "LRU",
     "Cache",
+    "Collector",
     "Entry",
     "Group",
     "GroupStats",
+    "Policy",
     "Priority",
     "RecomputeCost",
     "Sequence",
     "Spec",
     "Stats",
     "Step",
+    "Timeline",
     "dead_pages",
 ]

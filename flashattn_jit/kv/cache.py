@@ -361,7 +361,7 @@ class Cache:
             )
             for g, pages in enumerate(self.pools)
         )  # fmt: skip
-        suspended = sum(seq.is_suspended for seq in self._sequences.values())
+        suspended = sum(seq.is_suspended for seq in self.sequences)
         return Stats(
             groups, len(self._sequences), suspended, c.asked_tokens, c.hit_tokens,
             c.appended_tokens, c.host_bytes, c.swapped_bytes,
