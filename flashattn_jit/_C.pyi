@@ -70,7 +70,7 @@ def copy_pieces(
 def copy_rows(
     pages: NDArray[np.int32],
     slots: NDArray[np.int32],
-    num_heads: int,
+    num_kv_heads: int,
     copies: Sequence[tuple[int, int, int, int, int, int, int, int]],
     num_threads: int,
 ) -> None:

@@ -112,7 +112,7 @@ void copy_pieces_at(const py::buffer& sources, const py::buffer& destinations, i
 }
 
 // copy_rows with pages and slots in buffers of int32, and each copy as the ints of a RowCopy.
-void copy_rows_at(const py::buffer& pages, const py::buffer& slots, int64_t num_heads,
+void copy_rows_at(const py::buffer& pages, const py::buffer& slots, int64_t num_kv_heads,
                   py::handle copies, int num_threads) {
   const auto indices = [](const py::buffer& buffer, const char* name) {
     py::buffer_info info = buffer.request();
@@ -124,7 +124,7 @@ void copy_rows_at(const py::buffer& pages, const py::buffer& slots, int64_t num_
   };
   const py::buffer_info page = indices(pages, "pages"), slot = indices(slots, "slots");
   const Items given(copies, "copies");
-  if (page.size != slot.size || num_heads < 0 || num_threads < 1) {
+  if (page.size != slot.size || num_kv_heads < 0 || num_threads < 1) {
     throw py::value_error("pages and slots must be equally many; num_threads must be positive");
   }
   std::vector<RowCopy> rows(given.size());
@@ -143,7 +143,7 @@ void copy_rows_at(const py::buffer& pages, const py::buffer& slots, int64_t num_
   }
   py::gil_scoped_release no_gil;
   copy_rows(rows.data(), static_cast<int>(rows.size()), static_cast<const int32_t*>(page.ptr),
-            static_cast<const int32_t*>(slot.ptr), page.size, num_heads, num_threads);
+            static_cast<const int32_t*>(slot.ptr), page.size, num_kv_heads, num_threads);
 }
 
 py::list as_tuples(const std::vector<Residency>& kernels) {
@@ -231,7 +231,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("num_threads"));
   m.def("copy_pieces", &rt::copy_pieces_at, py::arg("sources"), py::arg("destinations"),
         py::arg("piece_bytes"), py::arg("num_threads"));
-  m.def("copy_rows", &rt::copy_rows_at, py::arg("pages"), py::arg("slots"), py::arg("num_heads"),
+  m.def("copy_rows", &rt::copy_rows_at, py::arg("pages"), py::arg("slots"), py::arg("num_kv_heads"),
         py::arg("copies"), py::arg("num_threads"));
   rt::bind_module(m);
   rt::bind_driver(m);

@@ -35,9 +35,9 @@ void copy_pieces(const int64_t* sources, const int64_t* destinations, int64_t co
 }
 
 void copy_rows(const RowCopy* copies, int num_copies, const int32_t* pages, const int32_t* slots,
-               int64_t num_tokens, int64_t num_heads, int num_threads) {
+               int64_t num_tokens, int64_t num_kv_heads, int num_threads) {
   int64_t bytes = 0;
-  for (int i = 0; i < num_copies; ++i) bytes += num_tokens * num_heads * copies[i].row_bytes;
+  for (int i = 0; i < num_copies; ++i) bytes += num_tokens * num_kv_heads * copies[i].row_bytes;
   const int64_t useful = std::min(num_tokens, bytes / kBytesPerThread);
   const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, num_threads));
   if (threads > 1) before_parallel_region();
@@ -49,10 +49,10 @@ void copy_rows(const RowCopy* copies, int num_copies, const int32_t* pages, cons
       char* destination = copy.destination + pages[token] * copy.page + slots[token] * copy.slot;
       const auto row = static_cast<size_t>(copy.row_bytes);
       if (copy.source_head == copy.row_bytes && copy.head == copy.row_bytes) {
-        std::memcpy(destination, source, row * static_cast<size_t>(num_heads));
+        std::memcpy(destination, source, row * static_cast<size_t>(num_kv_heads));
         continue;
       }
-      for (int64_t head = 0; head < num_heads; ++head)
+      for (int64_t head = 0; head < num_kv_heads; ++head)
         std::memcpy(destination + head * copy.head, source + head * copy.source_head, row);
     }
   }

@@ -20,10 +20,10 @@ struct RowCopy {
   int64_t row_bytes;
 };
 
-// Copies the rows of `num_tokens` tokens and `num_heads` heads: token t goes to slot slots[t] of
+// Copies the rows of `num_tokens` tokens and `num_kv_heads` heads: token t goes to slot slots[t] of
 // page pages[t]. If two tokens go to one slot, either of them is stored.
 // Throws LaunchError for several threads in a forked child: see fork_guard.h.
 void copy_rows(const RowCopy* copies, int num_copies, const int32_t* pages, const int32_t* slots,
-               int64_t num_tokens, int64_t num_heads, int num_threads);
+               int64_t num_tokens, int64_t num_kv_heads, int num_threads);
 
 }  // namespace fajit::runtime
