@@ -1,7 +1,8 @@
 """A fake engine: it writes who and what a row is into pages, and reads all live rows again.
 
-Keys and values of a token hold its (token, position, layer, head), so that a page which is shared,
-copied, moved or reused wrongly shows in its contents, whatever the bookkeeping says.
+Keys and values of a token hold its (prefix, position, layer, head), where prefix is a hash of all
+tokens up to it, as keys of a model depend on all of them. So a page which is shared, copied, moved
+or reused wrongly shows in its contents, whatever the bookkeeping says.
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ class Engine:
 
     def write(self, step: fa.kv.Step, layers: int | None = None) -> None:
         """Append the rows of a step, in the first `layers` layers alone where a failure follows."""
-        tokens = torch.from_numpy(step.token_ids).float()
+        counts = step.counts()
+        new = np.split(step.token_ids, np.cumsum([count for _, count in counts]))
+        tails = [
+            prefixes([*self.tokens[seq.number], *tokens])[seq.kv_len :]
+            for (seq, _), tokens in zip(counts, new, strict=False)
+        ]
+        tokens = torch.tensor([x for tail in tails for x in tail]).float()
         positions = step.positions.float()
         spec = self.cache.spec
         for layer in range(spec.num_layers if layers is None else layers):
@@ -77,7 +84,8 @@ class Engine:
             at = np.concatenate([np.arange(p * size, (p + 1) * size) for p in live] or [[]])
             at = at[at < len(tokens)].astype(int)
             page, slot = torch.from_numpy(table[at // size].astype(np.int64)), at % size
-            wanted_tokens = torch.tensor([tokens[x] for x in at], dtype=torch.float32)
+            hashes = prefixes(tokens)
+            wanted_tokens = torch.tensor([hashes[x] for x in at], dtype=torch.float32)
             for layer in group.layers:
                 for cached, sign in zip(cache.tensors(layer), (1, -1), strict=True):
                     dim = cached.shape[-1]
@@ -105,10 +113,19 @@ class Engine:
         self.cache.check()
 
 
+def prefixes(tokens: list[int]) -> list[int]:
+    """A hash of the tokens up to each one, small enough for a float32."""
+    found, value = [], 0
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+        found.append(value)
+    return found
+
+
 def rows(
     tokens: torch.Tensor, positions: torch.Tensor, layer: int, heads: int, dim: int
 ) -> torch.Tensor:
-    """[tokens, heads, dim]: token, position, layer and head of each row, repeated."""
+    """[tokens, heads, dim]: prefix, position, layer and head of each row, repeated."""
     out = torch.empty(len(tokens), heads, dim)
     out[..., 0::4] = tokens[:, None, None]
     out[..., 1::4] = positions[:, None, None]

@@ -149,22 +149,20 @@ def test_two_that_compute_the_same_prompt_keep_their_own_pages() -> None:
     engine.verify_all()
 
 
-def test_a_place_whose_node_was_evicted_and_made_again_with_other_tokens() -> None:
-    """The pages behind it must not be found under the other tokens."""
-    window = fa.kv.Group((0,), 1, 4, variant=fa.SlidingWindow(4))
-    engine = Engine(
-        fa.kv.Cache(fa.kv.Spec((window,), 4, torch.float32), 8, max_kv_len=256),
-        [lambda q, k: 0 <= q - k < 4],
-    )
+def test_a_place_in_a_node_that_has_lost_pages_and_got_others() -> None:
+    """What the sequence publishes next must not be found behind the other tokens."""
+    engine = made()
+    start, end = [1, 2, 3, 4], [5, 6, 7, 8]
     one, two = engine.open([]), engine.open([])
-    engine.step([(one, list(range(8))), (two, list(range(8)))])
-    one.close()  # two keeps its own pages, which are not in the index
-    engine.cache.clear()
-    three = engine.open([])
-    engine.step([(three, [*range(4), 60, 61, 62, 63])])
-    engine.step([(two, list(range(8, 12)))])
-    engine.step([(three, [70])])
-    assert engine.open([*range(4), 60, 61, 62, 63, 8, 9, 10, 11, 1]).num_cached <= 8
+    engine.step([(one, start + end), (two, start + end)])  # two keeps its own pages
+    holder = engine.open([*start, 9])
+    one.close()
+    engine.cache.clear()  # the node keeps its first page, which `holder` uses
+    assert engine.open([*start, *end, 9]).num_cached == 4
+    engine.step([(holder, [60, 61, 62, 63])])  # the node's second page, with other tokens
+    engine.step([(two, [10, 11, 12, 13])])
+    assert engine.open([*start, 60, 61, 62, 63, 10, 11, 12, 13, 9]).num_cached == 8
+    assert engine.open([*start, *end, 10, 11, 12, 13, 9]).num_cached == 12
     engine.verify_all()
 
 
