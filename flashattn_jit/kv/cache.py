@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -275,6 +276,16 @@ class Cache:
             if count > pages.num_free:
                 self._evict(group, count - pages.num_free)
         return [pages.take(count) for pages, count in zip(self.pools, needed, strict=True)]
+
+    @contextmanager
+    def giving_back(self, taken: Items[Ints]) -> Iterator[None]:
+        """Pages of each group are released if the block fails."""
+        try:
+            yield
+        except BaseException:
+            for pages, own in zip(self.pools, taken, strict=True):
+                pages.release(own)
+            raise
 
     def _evict(self, group: int, count: int) -> None:
         spec, now = self.spec.groups[group], self._clock()

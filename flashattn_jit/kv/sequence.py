@@ -151,11 +151,12 @@ class Sequence:
         """
         self._check("suspend()")
         cache = self.cache
-        self.saved = []
+        saved = []
         for pages, table in zip(cache.pools, self.tables, strict=True):
             entries = np.flatnonzero(table.view)
-            self.saved.append(Saving(entries, save_pages(pages.memory, table.view[entries])))
-        cache.count_saved(self.saved, 1)
+            saved.append(Saving(entries, save_pages(pages.memory, table.view[entries])))
+        self.saved = saved
+        cache.count_saved(saved, 1)
         self._release()
 
     def resume(self) -> None:
@@ -180,18 +181,21 @@ class Sequence:
             needed.append(len(entries) - int((there != NULL).sum()))
         for pages, there in zip(cache.pools, shared, strict=True):
             pages.hold(there)
-        try:
+        with cache.giving_back(shared):
             taken = cache.take(needed)
-        except BaseException:
-            for pages, there in zip(cache.pools, shared, strict=True):
-                pages.release(there)
-            raise
-        for pages, table, saving, there, new in zip(
-            cache.pools, self.tables, self.saved, shared, taken, strict=True
+            with cache.giving_back(taken):
+                missing = [
+                    np.flatnonzero(there[saving.entries] == NULL)
+                    for there, saving in zip(shared, self.saved, strict=True)
+                ]
+                for pages, saving, rows, new in zip(
+                    cache.pools, self.saved, missing, taken, strict=True
+                ):
+                    load_pages(pages.memory, new, saving.contents, rows)
+        for table, saving, there, rows, new in zip(
+            self.tables, self.saved, shared, missing, taken, strict=True
         ):
-            rows = np.flatnonzero(there[saving.entries] == NULL)
             there[saving.entries[rows]] = new
-            load_pages(pages.memory, new, saving.contents, rows)
             table.view[:] = there
         cache.count_saved(self.saved, -1)
         self.saved = None

@@ -74,16 +74,16 @@ class Step:
             shared.append(written)
         needed = [sum(m) + len(w) for m, w in zip(grow, shared, strict=True)]
         taken = cache.take(needed)
+        with cache.giving_back(taken):
+            for group, (pages, new) in enumerate(zip(cache.pools, taken, strict=True)):
+                old = np.array([seq.tables[group].last() for seq in shared[group]], np.int32)
+                copy_pages(pages.memory, old, new[: len(old)])
         for group, (pages, new) in enumerate(zip(cache.pools, taken, strict=True)):
-            copies = len(shared[group])
-            if copies:
-                old = np.array([seq.tables[group].view[-1] for seq in shared[group]], np.int32)
-                copy_pages(pages.memory, old, new[:copies])
-                for seq, page in zip(shared[group], new, strict=False):
-                    pages.release(seq.tables[group].view[-1:])
-                    seq.tables[group].view[-1] = page
-                cache.counters.copied_pages[group] += copies
-            at = copies
+            for seq, page in zip(shared[group], new, strict=False):
+                pages.release(seq.tables[group].view[-1:])
+                seq.tables[group].view[-1] = page
+            at = len(shared[group])
+            cache.counters.copied_pages[group] += at
             for (seq, _), count in zip(self._items, grow[group], strict=True):
                 if count:
                     seq.tables[group].extend(new[at : at + count])

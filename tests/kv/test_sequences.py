@@ -153,16 +153,20 @@ def test_a_place_in_a_node_that_has_lost_pages_and_got_others() -> None:
     """What the sequence publishes next must not be found behind the other tokens."""
     engine = made()
     start, end = [1, 2, 3, 4], [5, 6, 7, 8]
-    one, two = engine.open([]), engine.open([])
+
+    def opened(*tokens: int) -> fa.kv.Sequence:
+        return engine.open(list(tokens), namespace=b"a")
+
+    one, two = opened(), opened()
     engine.step([(one, start + end), (two, start + end)])  # two keeps its own pages
-    holder = engine.open([*start, 9])
+    holder = opened(*start, 9)
     one.close()
     engine.cache.clear()  # the node keeps its first page, which `holder` uses
-    assert engine.open([*start, *end, 9]).num_cached == 4
+    assert opened(*start, *end, 9).num_cached == 4
     engine.step([(holder, [60, 61, 62, 63])])  # the node's second page, with other tokens
     engine.step([(two, [10, 11, 12, 13])])
-    assert engine.open([*start, 60, 61, 62, 63, 10, 11, 12, 13, 9]).num_cached == 8
-    assert engine.open([*start, *end, 10, 11, 12, 13, 9]).num_cached == 12
+    assert opened(*start, 60, 61, 62, 63, 10, 11, 12, 13, 9).num_cached == 8
+    assert opened(*start, *end, 10, 11, 12, 13, 9).num_cached == 12
     engine.verify_all()
 
 
@@ -262,6 +266,36 @@ def test_a_with_block_that_fails_closes_its_sequence() -> None:
         raise ZeroDivisionError
     assert seq.closed and not engine.cache.sequences
     assert engine.cache.stats().groups[0].free == 32
+
+
+@pytest.mark.parametrize("copy", ["step.copy_pages", "sequence.save_pages", "sequence.load_pages"])
+def test_a_copy_that_fails_changes_nothing(copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a forked child, which cannot use several threads."""
+    engine = made()
+    seq = run(engine, list(range(10)))
+    child = engine.fork(seq)
+    away = run(engine, list(range(50, 60)))
+    away.suspend()
+    acts = {
+        "step.copy_pages": lambda: engine.cache.step([(child, [1])]),
+        "sequence.save_pages": seq.suspend,
+        "sequence.load_pages": away.resume,
+    }
+    before = contents(engine.cache)
+
+    def fail(*arguments: object) -> None:
+        raise fa.LaunchError("no threads")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"flashattn_jit.kv.{copy}", fail)
+        with pytest.raises(fa.LaunchError):
+            acts[copy]()
+    assert same(before, contents(engine.cache))
+    assert away.is_suspended and not seq.is_suspended
+    engine.cache.check()
+    away.resume()
+    engine.step([(child, [1])])
+    engine.verify_all()
 
 
 def test_another_thread_gets_an_error() -> None:

@@ -50,6 +50,25 @@ def decode(cache: fa.kv.Cache, seqs: list[fa.kv.Sequence]) -> fa.kv.Step:
     return step
 
 
+def tables_of(levels: list[fa.CascadeLevel]) -> list[list[int]]:
+    """The page table of each request, put together from all levels."""
+    *shared, own = levels
+    starts = own.q_indptr.tolist()
+    tables: list[list[int]] = [[] for _ in starts[1:]]
+    for level in shared:
+        pages = level.storage
+        for g in range(len(level.q_indptr) - 1):
+            tokens = level.tokens[level.q_indptr[g] : level.q_indptr[g + 1]].tolist()
+            held = pages.page_indices[pages.page_indptr[g] : pages.page_indptr[g + 1]].tolist()
+            for b, begin in enumerate(starts[:-1]):
+                if begin in tokens:
+                    tables[b] += held
+    pages = own.storage
+    for b, table in enumerate(tables):
+        table += pages.page_indices[pages.page_indptr[b] : pages.page_indptr[b + 1]].tolist()
+    return tables
+
+
 def test_both_kinds_of_plan_give_the_same_and_the_cheaper_is_taken() -> None:
     variant = fa.Causal()
     flat, cascade = attention(fa.BatchAttention, variant), attention(fa.CascadeAttention, variant)
@@ -114,6 +133,9 @@ def test_levels_over_random_steps_of_a_window(seed: int) -> None:
         else:
             with cache.step([(s, [3] * pick.randrange(1, 12)) for s in chosen]) as step:
                 append(step)
+                assert tables_of(step.levels()) == tables_of(
+                    [fa.CascadeLevel(step.q_indptr, step.paged())]
+                )
                 step.plan(cascade)
                 flat.plan(step.q_indptr, step.paged())
                 q = torch.randn(step.num_tokens, HEADS[0], DIM)
@@ -121,6 +143,32 @@ def test_levels_over_random_steps_of_a_window(seed: int) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
                 step.commit()
         cache.check()
+
+
+def test_kept_levels_follow_the_tables_of_the_same_sequences() -> None:
+    """A window gives shared pages up; a resumed sequence has other pages."""
+    cache = cache_of(fa.SlidingWindow(90), page_size=8)
+    seqs = []
+    for i in range(3):
+        tokens = [*range(80), 100 + i]
+        seq = cache.open(tokens)
+        with cache.step([(seq, tokens[seq.num_cached :])]) as step:
+            append(step)
+            step.commit()
+        seqs.append(seq)
+    most = 0
+    for turn in range(110):
+        if turn == 5:
+            seqs[1].suspend()
+            cache.clear()
+            seqs[1].resume()
+        with decode(cache, seqs) as step:
+            levels = step.levels()
+            most = max(most, len(levels))
+            flat = [fa.CascadeLevel(step.q_indptr, step.paged())]
+            assert tables_of(levels) == tables_of(flat), turn
+            step.commit()
+    assert most == 2 and not seqs[0].pages()[:10].any()
 
 
 def test_sixteen_requests_compute_a_shared_system_prompt_once() -> None:
