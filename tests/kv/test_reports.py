@@ -80,6 +80,15 @@ def test_a_prefix_outlives_what_follows_it(policy: fa.kv.Policy) -> None:
     engine.verify_all()
 
 
+def test_a_prefix_outlives_its_branches_under_a_policy_that_would_drop_it_first() -> None:
+    engine = made(num_pages=8, eviction=lambda entry: entry.position)
+    for start in (50, 60):
+        run(engine, [*range(8), *range(start, start + 8)]).close()
+    run(engine, list(range(100, 116))).close()  # 4 pages: two free ones and two of the branches
+    assert engine.open([*range(8), 1]).num_cached == 8
+    engine.verify_all()
+
+
 def entry(**changes: object) -> fa.kv.Entry:
     given = {
         "order": 1, "age_s": 0.0, "num_uses": 1, "priority": 50, "position": 64, "num_bytes": 100,
