@@ -195,7 +195,6 @@ class Step:
         self._check("commit()")
         cache, size = self._cache, self._cache.spec.page_size
         lookback = cache.lookback if cache.reclaiming else None
-        self._end()
         for (seq, tokens), count in zip(self._items, self._counts, strict=True):
             if not count:
                 continue
@@ -209,6 +208,8 @@ class Step:
             # Once a page, when the first query that may come enters another one.
             if lookback is not None and (length - lookback) % size < count:
                 cache.reclaim(seq)
+        # Last, so that an interrupted commit can be aborted: what it came to keeps its tokens.
+        self._end()
         cache.counters.appended_tokens += self.num_tokens
 
     def _publish(self, seq: Sequence) -> None:

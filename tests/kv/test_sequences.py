@@ -341,3 +341,48 @@ def test_caches_that_are_none(name: str, value: object) -> None:
     given = {"spec": spec, "num_pages": 4, "max_kv_len": 9, name: value}
     with pytest.raises(fa.InputError, match=name):
         fa.kv.Cache(**given)
+
+
+def test_an_interrupted_commit_leaves_a_sound_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = made()
+    one, two = engine.open([]), engine.open([])
+    publish = fa.kv.Step._publish
+
+    def interrupted(step: fa.kv.Step, seq: fa.kv.Sequence) -> None:
+        if seq is two:
+            raise KeyboardInterrupt
+        publish(step, seq)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fa.kv.Step, "_publish", interrupted)
+        with pytest.raises(KeyboardInterrupt), engine.cache.step(
+            [(one, range(8)), (two, range(50, 58)), (engine.open([]), range(9))]
+        ) as step:  # fmt: skip
+            engine.write(step)
+            step.commit()
+    engine.cache.check()
+    assert [seq.kv_len for seq in engine.cache.sequences] == [8, 8, 0]
+    for seq in engine.cache.sequences:
+        engine.tokens[seq.number] = seq.token_ids.tolist()
+    engine.step([(two, [1, 2])])
+    engine.verify_all()
+
+
+def test_several_steps_are_open_at_once_and_the_default_device_is_another() -> None:
+    engine = made()
+    with torch.device("meta"):
+        one, two = engine.open([np.int64(3), 4]), engine.open([])
+        first, second = engine.cache.step([(one, [3, 4, 5])]), engine.cache.step([(two, [6])])
+        engine.cache.clear()
+        with torch.device("cpu"):
+            engine.write(second)
+        second.commit()
+        first.abort()
+        engine.tokens[two.number] = [6]
+        fork = engine.fork(two)
+        fork.suspend()
+        fork.resume()
+        with engine.cache.step([]) as nothing:
+            assert nothing.num_tokens == 0 and nothing.paged().page_indptr.tolist() == [0]
+            nothing.commit()
+    engine.verify_all()
