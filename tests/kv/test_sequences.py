@@ -371,7 +371,8 @@ def test_an_interrupted_commit_leaves_a_sound_cache(monkeypatch: pytest.MonkeyPa
 def test_several_steps_are_open_at_once_and_the_default_device_is_another() -> None:
     engine = made()
     with torch.device("meta"):
-        one, two = engine.open([np.int64(3), 4]), engine.open([])
+        one, two = engine.cache.open([np.int64(3), 4]), engine.cache.open([])
+        engine.tokens.update({one.number: [], two.number: []})
         first, second = engine.cache.step([(one, [3, 4, 5])]), engine.cache.step([(two, [6])])
         engine.cache.clear()
         with torch.device("cpu"):
@@ -379,6 +380,7 @@ def test_several_steps_are_open_at_once_and_the_default_device_is_another() -> N
         second.commit()
         first.abort()
         engine.tokens[two.number] = [6]
+        engine.longest[two.number] = 1
         fork = engine.fork(two)
         fork.suspend()
         fork.resume()
