@@ -93,6 +93,29 @@ def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any) 
     run_append(k, v, k_pages, v_pages, q_indptr, paged, target)
 
 
+def _merge(
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    *,
+    mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    target: str | None = None,
+) -> Results:
+    return merge.merge_into(outs, lses, mask, dtype or torch.float32, None, None, target)
+
+
+def _merge_out(
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    target: str | None = None,
+) -> None:
+    merge.merge_into(outs, lses, mask, out.dtype, out, lse, target)
+
+
 # --- shapes: from q, k, v and the op's flags to empty results ------------------------------------
 
 
@@ -127,9 +150,9 @@ def _sdpa_shapes(q: Tensor, k: Tensor, v: Tensor, flags: Sequence[bool]) -> Resu
 
 
 def _merge_shapes(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], *, target: str | None = None
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, dtype: torch.dtype | None = None, **_: object
 ) -> Results:
-    out = outs[0].new_empty(outs[0].shape)
+    out = outs[0].new_empty(outs[0].shape, dtype=dtype)
     return out, outs[0].new_empty(outs[0].shape[:-1] if lses else (0,))
 
 
@@ -164,6 +187,12 @@ define(
     _append, lambda *args: None, "()",
 )  # fmt: skip
 define(
-    "merge_states(Tensor[] outs, Tensor[] lses, *, str? target=None)",
-    merge.merge, _merge_shapes, "(Tensor, Tensor)",
+    "merge_states(Tensor[] outs, Tensor[] lses, *, Tensor? mask=None, ScalarType? dtype=None, "
+    "str? target=None)",
+    _merge, _merge_shapes, "(Tensor, Tensor)",
+)  # fmt: skip
+define(
+    "merge_states_out(Tensor[] outs, Tensor[] lses, Tensor? mask, Tensor(a!) out, Tensor(b!) lse, "
+    "*, str? target=None)",
+    _merge_out, lambda *args, **kwargs: None, "()",
 )  # fmt: skip

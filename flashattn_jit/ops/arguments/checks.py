@@ -281,33 +281,37 @@ def check_lengths(
 
 
 def check_out_layout(
-    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str = "out",
 ) -> None:
-    """Raises InputError unless `out` has the result's shape, dtype and device and a contiguous last
-    dim, and no two of its entries share an address."""
-    check_readable("out", out)
-    check_not_lazy("out", out)
+    """Raises InputError unless `out` has the result's shape, dtype and device, its last dim is
+    contiguous (not that of ``lse``), and no two of its entries share an address."""
+    check_readable(name, out)
+    check_not_lazy(name, out)
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
         raise InputError(
-            f"out must be {list(shape)} of {dtype} on {device}, got {list(out.shape)} of "
+            f"{name} must be {list(shape)} of {dtype} on {device}, got {list(out.shape)} of "
             f"{out.dtype} on {out.device}"
         )
     if out.numel() == 0:
         return
-    if out.stride(-1) != 1 and out.shape[-1] > 1:
+    if name == "out" and out.stride(-1) != 1 and out.shape[-1] > 1:
         raise InputError(f"out's last dim must be contiguous, its stride is {out.stride(-1)}")
     if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
-        raise InputError("out is an expanded tensor: several entries share one address")
+        raise InputError(f"{name} is an expanded tensor: several entries share one address")
     if not _dense(out):
-        raise InputError("out's entries overlap each other; pass a tensor of its own")
+        raise InputError(f"{name}'s entries overlap each other; pass a tensor of its own")
 
 
-def check_out_grad(out: torch.Tensor) -> None:
-    """Raises GradError for an `out` that autograd tracks: the write would not be recorded."""
+def check_out_grad(out: torch.Tensor, name: str = "out") -> None:
+    """Raises GradError for a result that autograd tracks: the write would not be recorded."""
     if out.requires_grad and torch.is_grad_enabled():
         raise GradError(
-            "out requires grad while grad mode is on, but this engine is inference only: the "
-            "result written to it would have no gradient; pass out.detach(), or call under "
+            f"{name} requires grad while grad mode is on, but this engine is inference only: the "
+            f"result written to it would have no gradient; pass {name}.detach(), or call under "
             "torch.no_grad()"
         )
 
@@ -321,7 +325,11 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def check_apart(
-    out: torch.Tensor, size: int, inputs: Sequence[torch.Tensor], sizes: Sequence[int]
+    out: torch.Tensor,
+    size: int,
+    inputs: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    name: str = "out",
 ) -> None:
     """Raises InputError if the address ranges of out and an input, of these sizes, overlap."""
     begin = out.data_ptr()
@@ -329,7 +337,7 @@ def check_apart(
     for tensor, bytes_ in zip(inputs, sizes, strict=True):
         low = tensor.data_ptr()
         if low < end and begin < low + bytes_ and size and bytes_:
-            raise InputError("out shares memory with an input; pass a tensor of its own")
+            raise InputError(f"{name} shares memory with an input; pass a tensor of its own")
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -156,11 +156,28 @@ def append(
 
 
 def merge(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], target: str | None
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    target: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge.merge` as one op."""
-    is_traced((*outs, *lses))
-    return _run(_OPS.merge_states, (outs, lses), target=target)  # type: ignore[no-any-return]
+    """`merge.merge_into` as one op."""
+    is_traced([x for x in (*outs, *lses, mask, out, lse) if x is not None])
+    if out is None and lse is None:
+        return _run(  # type: ignore[no-any-return]
+            _OPS.merge_states, (outs, lses), mask=mask, dtype=dtype, target=target
+        )
+    if not torch.compiler.is_dynamo_compiling():
+        _refuse_functionalize("out or lse", (out, lse))
+    if out is None:
+        out = outs[0].new_empty(outs[0].shape, dtype=dtype)
+    if lse is None:
+        lse = outs[0].new_empty(outs[0].shape[:-1] if lses else (0,))
+    _run(_OPS.merge_states_out, (outs, lses, mask, out, lse), target=target)
+    return out, lse
 
 
 # --- one call ------------------------------------------------------------------------------------

@@ -136,7 +136,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "merge_states": (
         lambda **c: fa.merge_states(**{"outs": [q, q], "lses": [lse, lse], **c}),
-        {"outs": q, "lses": lse, "target": None},
+        {"outs": q, "lses": lse, "dtype": None, "out": q, "lse": lse,
+         "mask": torch.ones(1, 2, 8, dtype=torch.bool), "target": None},
     ),
     "merge_states of one": (
         lambda out=q, lse=lse: fa.merge_states([q, out], [lse, lse]), {"out": q, "lse": lse},

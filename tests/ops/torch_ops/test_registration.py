@@ -183,6 +183,16 @@ def test_merge_states(with_lse: bool) -> None:
     outs = [torch.randn(2, 4, 40, D) for _ in range(3)]
     lses = [torch.randn(2, 4, 40) for _ in range(3)] if with_lse else []
     opcheck(OPS.merge_states.default, (outs, lses))
+    mask = torch.rand(2, 4, 40) < 0.5
+    opcheck(OPS.merge_states.default, (outs, lses), {"mask": mask, "dtype": torch.float16})
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_merge_states_out(with_lse: bool) -> None:
+    outs = [torch.randn(2, 4, 40, D) for _ in range(3)]
+    lses = [torch.randn(2, 4, 40) for _ in range(3)] if with_lse else []
+    out, lse = torch.empty_like(outs[0]), torch.empty(2, 4, 40) if with_lse else torch.empty(0)
+    opcheck(OPS.merge_states_out.default, (outs, lses, torch.rand(2, 4, 40) < 0.5, out, lse))
 
 
 def test_append_paged_kv() -> None:
