@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..torch_modes import is_direct
+from ..torch_modes import is_direct, is_plain
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
+from .arguments import checks
 from .arguments.calls import Offset, dense_form, dense_requests
 from .launching.launches import attend
 from .torch_ops import as_op
@@ -20,7 +21,7 @@ def attention(
     v: torch.Tensor,
     variant: Variant | Callable[..., object] | None = None,
     *,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     q_offset: Offset = 0,
     kv_len: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -41,7 +42,8 @@ def attention(
         v: [batch, num_kv_heads, kv_len, head_dim_v]; dtypes as for k.
         variant: a `Variant`, a bare FlexAttention ``score_mod`` or ``mask_mod`` (told apart by its
             number of arguments), or None for plain attention.
-        scale: multiplies q . k; 1/sqrt(head_dim) by default.
+        scale: multiplies q . k; 1/sqrt(head_dim) by default. A float, or a 0-dim cpu tensor, which
+            each call reads.
         q_offset: ``q_idx = q_offset + row``: an int, a tensor [batch], or ``"end"`` for
             kv_len - q_len. 0 by default, as in FlexAttention.
         kv_len: int cpu tensor [batch]: keys at positions >= kv_len[b] are never read. Lengths and
@@ -78,9 +80,7 @@ def attention(
     """
     given = (q, k, v) if out is None else (q, k, v, out)
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    for host in (kv_len, q_offset):
-        direct = direct and (type(host) is torch.Tensor or not isinstance(host, torch.Tensor))
-    if not direct:
+    if not (direct and is_plain(kv_len, q_offset, scale)):
         arguments = {
             "scale": scale, "q_offset": q_offset, "kv_len": kv_len, "return_lse": return_lse,
             "partial": partial, "target": target,
@@ -100,7 +100,7 @@ def run_dense(
     chosen: Variant,
     params: Mapping[str, object],
     *,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     q_offset: Offset = 0,
     kv_len: torch.Tensor | None = None,
     block_states: torch.Tensor | None = None,

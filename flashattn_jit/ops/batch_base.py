@@ -150,7 +150,7 @@ class BatchBase:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        scale: float | None = None,
+        scale: checks.Scale | None = None,
         return_lse: bool = False,
         partial: bool = False,
         out: torch.Tensor | None = None,
@@ -164,7 +164,8 @@ class BatchBase:
             k: [num_pages, page_size, num_kv_heads, head_dim] over pages, [num_kv_tokens,
                 num_kv_heads, head_dim] ragged, in kv_dtype. Another layout is a transposed view.
             v: likewise, with head_dim_v; its strides may differ from k's.
-            scale: multiplies q . k; 1/sqrt(head_dim) by default.
+            scale: multiplies q . k; 1/sqrt(head_dim) by default. A float, or a 0-dim cpu tensor,
+                which each run reads.
             return_lse: also return the natural-log log-sum-exp [num_q_tokens, num_q_heads], fp32.
             partial: return the unfinalised fp32 state for `fa.merge_states`; implies return_lse for
                 softmax variants.
@@ -185,8 +186,8 @@ class BatchBase:
             >>> out = batch.run(q, k_pages, v_pages)
         """
         given: tuple[Any, ...] = (q, k, v)
-        if params or out is not None:
-            more = [x for x in params.values() if isinstance(x, torch.Tensor)]
+        if params or out is not None or isinstance(scale, torch.Tensor):
+            more = [x for x in (*params.values(), scale) if isinstance(x, torch.Tensor)]
             given = (*given, *more) if out is None else (*given, *more, out)
         direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
         if not direct:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..errors import InputError
-from ..torch_modes import is_direct, outside_modes
+from ..torch_modes import is_direct, is_plain, outside_modes
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
 from .arguments import checks
@@ -27,7 +27,7 @@ def varlen_attention(
     *,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     q_offset: Offset = "end",
     return_lse: bool = False,
     partial: bool = False,
@@ -63,7 +63,7 @@ def varlen_attention(
     given = (q, k, v) if out is None else (q, k, v, out)
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
     direct = direct and type(q_indptr) is torch.Tensor and type(kv_indptr) is torch.Tensor
-    if not direct:
+    if not (direct and is_plain(scale)):
         arguments = {
             "q_indptr": q_indptr, "kv_indptr": kv_indptr, "max_q_len": max_q_len,
             "max_kv_len": max_kv_len, "scale": scale, "q_offset": q_offset,
@@ -89,7 +89,7 @@ def run_packed(
     *,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     q_offset: Offset = "end",
     return_lse: bool = False,
     partial: bool = False,

@@ -17,6 +17,9 @@ from ...variants.ir.dtypes import DTYPE_NAMES
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 INT32_MAX = 2**31 - 1
+Scale = float | torch.Tensor
+"""A factor of scores: a number, or a 0-dim cpu tensor."""
+
 INTEGERS = frozenset((torch.int32, torch.int64))
 """Dtypes of lengths and indices."""
 
@@ -215,15 +218,38 @@ def check_grad(tensors: Sequence[torch.Tensor]) -> None:
             raise GradError(GRAD_MESSAGE)
 
 
-def check_scale(scale: float | None, head_dim: int) -> float:
-    """The scale as a finite float; 1/sqrt(head_dim) when None."""
+def check_scale(scale: Scale | None, head_dim: int) -> float:
+    """The scale as a finite float; 1/sqrt(head_dim) when None. Raises InputError, GradError."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, torch.Tensor):
+        scale = _number_of(scale)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise InputError(f"scale must be a float or None, got {type(scale).__name__}")
+        raise InputError(
+            f"scale must be a float, a 0-dim cpu tensor or None, got {type(scale).__name__}"
+        )
     if not abs(scale) <= _FLOAT32_MAX:  # NaN as well
         raise InputError(f"scale={scale} must be finite as a float32")
     return float(scale)
+
+
+def _number_of(scale: torch.Tensor) -> float:
+    """The entry of a scale that is a tensor. Raises InputError, GradError."""
+    check_readable("scale", scale)
+    if scale.dim() or scale.is_complex() or scale.dtype == torch.bool:
+        raise InputError(
+            f"scale must be a float, a 0-dim cpu tensor or None, got a tensor {list(scale.shape)} "
+            f"of {scale.dtype}"
+        )
+    if scale.device.type != "cpu":
+        raise InputError(
+            f"scale is on {scale.device}, but a launch takes it as a number of the host; pass "
+            "scale.cpu(), which waits for the device, or scale=1.0 with a score_mod that "
+            "multiplies by the tensor: kernels read it where it is"
+        )
+    need_values("scale", "a launch takes it as a number", (scale,))
+    check_grad((scale,))
+    return scale.item()
 
 
 def check_lse(return_lse: bool, pointwise: bool) -> None:

@@ -79,7 +79,7 @@ class Planned:
         k: torch.Tensor,
         v: torch.Tensor,
         params: Params,
-        scale: float | None,
+        scale: checks.Scale | None,
         return_lse: bool,
         partial: bool,
         out: torch.Tensor | None,

@@ -201,7 +201,7 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     return_lse: bool = False,
     partial: bool = False,
     out: torch.Tensor | None = None,

@@ -81,7 +81,7 @@ def batch(
     """`BatchAttention.run` as one op, which looks up the object, its variant and its plan when it
     runs: a new plan does not change a graph."""
     number = owner.number
-    if is_traced((q, k, v, out, *params.values())):
+    if is_traced((q, k, v, scale, out, *params.values())):
         if _use() == "exported":
             from . import graphs  # imports Dynamo
 
