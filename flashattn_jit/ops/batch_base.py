@@ -154,6 +154,7 @@ class BatchBase:
         return_lse: bool = False,
         partial: bool = False,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
         **params: object,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention over the planned batch; any number of runs follow one plan.
@@ -170,6 +171,7 @@ class BatchBase:
             partial: return the unfinalised fp32 state for `fa.merge_states`; implies return_lse for
                 softmax variants.
             out: result tensor to write to.
+            lse: fp32 tensor [num_q_tokens, num_q_heads] to write lse to; implies return_lse.
             **params: the variant's params that its mask does not read, by name.
 
         Returns:
@@ -186,20 +188,24 @@ class BatchBase:
             >>> out = batch.run(q, k_pages, v_pages)
         """
         given: tuple[Any, ...] = (q, k, v)
-        if params or out is not None or isinstance(scale, torch.Tensor):
+        if out is not None:
+            given = (q, k, v, out)
+        if lse is not None:
+            given = (*given, lse)
+        if params or isinstance(scale, torch.Tensor):
             more = [x for x in (*params.values(), scale) if isinstance(x, torch.Tensor)]
-            given = (*given, *more) if out is None else (*given, *more, out)
+            given = (*given, *more)
         direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
         if not direct:
-            return as_op.batch(self, q, k, v, params, scale, return_lse, partial, out)  # type: ignore[no-any-return]
+            return as_op.batch(self, q, k, v, params, scale, return_lse, partial, out, lse)  # type: ignore[no-any-return]
         planned = self.in_force()
-        result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
+        result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out, lse)
         return result if lse is None else (result, lse)
 
-    def check_placed(self, q: Any, k: Any, v: Any, out: Any) -> None:
+    def check_placed(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
         """Raises InputError for arguments that are no tensors on the object's device."""
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
-            if name != "out" or out is not None:
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)):
+            if name in "qkv" or tensor is not None:
                 batch_run.check_device(name, tensor, self._kernels.options.device)
 
     def in_force(self) -> Planned:

@@ -32,24 +32,26 @@ Tensor = torch.Tensor
 
 def _states(
     run: Callable[..., tuple[Tensor, Tensor | None]],
-    q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None, lse: Tensor | None,
 ) -> Results:  # fmt: skip
     """The results of `run`, which is `run_dense` or `run_packed`."""
-    result, lse = run(
-        q, k, v, chosen=as_variant(call.variant), params=call.params, out=out, swap=call.swap,
-        **call.arguments,
+    result, rows = run(
+        q, k, v, chosen=as_variant(call.variant), params=call.params, out=out, lse=lse,
+        swap=call.swap, **call.arguments,
     )  # fmt: skip
-    return result, filled(lse, q)
+    return result, filled(rows, q)
 
 
-def _batch(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -> Results:
+def _batch(
+    q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None, lse: Tensor | None
+) -> Results:
     from .batch_base import by_number
 
     given = call.arguments
-    result, lse = by_number(given["batch"]).in_force().run(
-        q, k, v, call.params, given["scale"], given["return_lse"], given["partial"], out
+    result, rows = by_number(given["batch"]).in_force().run(
+        q, k, v, call.params, given["scale"], given["return_lse"], given["partial"], out, lse
     )  # fmt: skip
-    return result, filled(lse, q)
+    return result, filled(rows, q)
 
 
 class _GraphMask:
@@ -63,7 +65,7 @@ class _GraphMask:
         self.BLOCK_SIZE, self.shape, self.mask_mod = tuple(size), tuple(shape), mask_mod
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -> Results:
+def _flex(q: Tensor, k: Tensor, v: Tensor, call: UserCall, *_: Tensor | None) -> Results:
     from .flex import run_flex
 
     hooks, given = call.variant, dict(call.arguments)
@@ -79,7 +81,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -
     return result, filled(lse, q), filled(max_scores, q)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -> Results:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: UserCall, *_: Tensor | None) -> Results:
     from .sdpa import run_sdpa
 
     return (run_sdpa(q, k, v, **call.arguments),)

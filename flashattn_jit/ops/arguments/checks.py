@@ -356,14 +356,18 @@ def check_apart(
     inputs: Sequence[torch.Tensor],
     sizes: Sequence[int],
     name: str = "out",
+    other: str = "an input",
 ) -> None:
-    """Raises InputError if the address ranges of out and an input, of these sizes, overlap."""
+    """Raises InputError if the address ranges of out and an input, of these sizes, overlap.
+
+    name, other: what they are, for the message.
+    """
     begin = out.data_ptr()
     end = begin + size
     for tensor, bytes_ in zip(inputs, sizes, strict=True):
         low = tensor.data_ptr()
         if low < end and begin < low + bytes_ and size and bytes_:
-            raise InputError(f"{name} shares memory with an input; pass a tensor of its own")
+            raise InputError(f"{name} shares memory with {other}; pass a tensor of its own")
 
 
 def _dense(tensor: torch.Tensor) -> bool:

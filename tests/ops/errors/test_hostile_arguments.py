@@ -122,7 +122,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         ),
         {"q": packed, "k": packed, "v": packed, "q_indptr": indptr, "kv_indptr": indptr,
          "variant": None, "max_q_len": 8, "max_kv_len": 8, "q_offset": torch.tensor([0]),
-         "out": packed, "target": None},
+         "out": packed, "lse": torch.zeros(8, 2), "target": None},
     ),
     "flex_attention": (
         lambda **c: fa.flex_attention(**{"query": q, "key": q, "value": q, **c}),
@@ -162,7 +162,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "run": (
         _run,
         {"q": packed, "k": packed, "v": packed, "scale": 1.0, "return_lse": False,
-         "partial": False, "out": packed, "surprise": 1},
+         "partial": False, "out": packed, "lse": torch.zeros(8, 2), "surprise": 1},
     ),
     "Paged": (
         _paged,

@@ -121,7 +121,12 @@ def test_attention_out(return_lse: bool) -> None:
     def call(q, k, v, out):
         return fa.attention(q, k, v, SLIDING, out=out, return_lse=return_lse)
 
-    check("attention_out", call, *dense(), torch.empty(2, 4, 40, D))
+    def call_with_lse(q, k, v, lse, out=None):
+        return fa.attention(q, k, v, SLIDING, out=out, lse=lse)
+
+    out, lse = torch.empty(2, 4, 40, D), torch.empty(2, 4, 40)
+    check("attention_out", call, *dense(), out)
+    check("attention_out", call_with_lse, *dense(), lse, out if return_lse else None)
 
 
 def _packed_inputs() -> tuple[torch.Tensor, ...]:
