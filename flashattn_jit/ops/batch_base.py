@@ -24,8 +24,8 @@ from .arguments import checks
 from .arguments.calls import Array, Offset, host_array, offset_array
 from .arguments.limits import Limits
 from .keys.key_lists import KeyLists, Lengths, key_lists
-from .keys.mask_bits import BlockBits, TreeBits, tree_words
-from .keys.sparsity import BlockSparse, Sparsity, TokenSparse, Tree
+from .keys.mask_bits import BlockBits, FlatBits, TreeBits, flat_params, tree_words
+from .keys.sparsity import Bits, BlockSparse, Sparsity, TokenSparse, Tree
 from .keys.storage import Storage, Stored, read_storage
 from .launching import batch_run
 from .launching.batch_run import Observed, Planned
@@ -340,10 +340,15 @@ class BatchBase:
                 )
             words = tree_words(sparsity.bits, lengths.q_len, options.device)
             return self._composed(TreeBits), None, {"sparsity_bits": words}
+        if isinstance(sparsity, Bits):
+            flat = flat_params(
+                sparsity.bits, sparsity.bit_indptr, lengths.q_len, lengths.kv_len, options.device
+            )
+            return self._composed(FlatBits), None, flat
         if not isinstance(sparsity, (BlockSparse, TokenSparse)):
             raise InputError(
-                "sparsity must be an fa.BlockSparse, an fa.TokenSparse or an fa.Tree, got "
-                f"{type(sparsity).__name__}"
+                "sparsity must be an fa.BlockSparse, an fa.TokenSparse, an fa.Tree or an fa.Bits, "
+                f"got {type(sparsity).__name__}"
             )
         lists = key_lists(
             sparsity,

@@ -108,6 +108,8 @@ def _append(**changed: Any) -> Any:
     return fa.append_paged_kv(**{**fields, "q_indptr": indptr, "paged": paged(), **changed})
 
 
+BITS = torch.ones(64, dtype=torch.bool)
+
 # By name: a call, and its arguments, each with a right value.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "attention": (
@@ -179,6 +181,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "TokenSparse": (
         lambda indices=indptr: _plan(sparsity=fa.TokenSparse(indices)),
         {"indices": torch.zeros(8, 1, dtype=torch.int64)},
+    ),
+    "Bits": (
+        lambda bits=BITS, bit_indptr=None: _plan(sparsity=fa.Bits(bits, bit_indptr)),
+        {"bits": BITS, "bit_indptr": torch.tensor([0, 64])},
     ),
     "Tree": (
         lambda bits=indptr: _plan(sparsity=fa.Tree(bits)), {"bits": torch.zeros(1, 8, 8).bool()},
