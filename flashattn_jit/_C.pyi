@@ -52,11 +52,16 @@ def merge_states(
     out_stride: _Strides,
     lse: int,
     lse_stride: _Strides,
+    dtype: str,
+    mask: int,
+    mask_stride: _Strides,
     num_threads: int,
 ) -> None:
     """Merges fp32 states (out [*shape, head_dim_v], natural-log lse [*shape]) into `out` and `lse`.
 
     Empty `lses` and `lse_strides` mean that the states are sums: they are added, `lse` is unused.
+    dtype: of `out`: float32, bfloat16 or float16. mask: bytes [*shape], 0 for rows that get the
+    first state; the address 0 if all rows are merged.
     """
 
 def copy_pieces(

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .ops.flex import flex_attention
     from .ops.keys.level_pages import CascadeLevel
     from .ops.keys.paged import Paged
-    from .ops.keys.sparsity import BlockSparse, TokenSparse, Tree
+    from .ops.keys.sparsity import Bits, BlockSparse, TokenSparse, Tree
     from .ops.keys.storage import Ragged
     from .ops.merge import merge_states
     from .ops.plan import Plan
@@ -75,7 +75,7 @@ _LAZY = {
     "ops.flex": ("flex_attention",),
     "ops.keys.level_pages": ("CascadeLevel",),
     "ops.keys.paged": ("Paged",),
-    "ops.keys.sparsity": ("BlockSparse", "TokenSparse", "Tree"),
+    "ops.keys.sparsity": ("Bits", "BlockSparse", "TokenSparse", "Tree"),
     "ops.keys.storage": ("Ragged",),
     "ops.plan": ("Plan",),
     "ops.sdpa": ("scaled_dot_product_attention",),
@@ -87,6 +87,7 @@ _MODULES = {name: module for module, names in {**_CORE, **_LAZY}.items() for nam
 __all__ = [
     "AppendPlan",
     "BatchAttention",
+    "Bits",
     "BlockSparse",
     "CascadeAttention",
     "CascadeLevel",

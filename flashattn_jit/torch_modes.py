@@ -172,6 +172,14 @@ def is_direct(*tensors: torch.Tensor) -> bool:
     return True
 
 
+def is_plain(*values: object) -> bool:
+    """Whether all tensors among the values are of torch's own class."""
+    for value in values:
+        if type(value) is not torch.Tensor and isinstance(value, torch.Tensor):
+            return False
+    return True
+
+
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether it is a tensor of FakeTensorMode or of a tracer."""
     if type(tensor) is torch.Tensor:

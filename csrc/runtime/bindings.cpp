@@ -42,10 +42,18 @@ void translate(std::exception_ptr caught) {
   }
 }
 
+Dtype dtype_of(const std::string& name) {
+  if (name == "float32") return Dtype::kFloat32;
+  if (name == "bfloat16") return Dtype::kBfloat16;
+  if (name == "float16") return Dtype::kFloat16;
+  throw py::value_error("dtype must be float32, bfloat16 or float16, got " + name);
+}
+
 // merge_states with addresses as ints.
 void merge_states_at(py::handle outs, py::handle out_strides, py::handle lses,
                      py::handle lse_strides, py::handle shape, int64_t head_dim_v, py::handle out,
                      py::handle out_stride, py::handle lse, py::handle lse_stride,
+                     const std::string& dtype, py::handle mask, py::handle mask_stride,
                      int num_threads) {
   const auto address = [](py::handle value, const char* name) {
     void* const pointer = to_address(value);
@@ -69,7 +77,12 @@ void merge_states_at(py::handle outs, py::handle out_strides, py::handle lses,
     throw py::value_error("outs, out_strides, lses and lse_strides must have the same length");
   }
   if (empty) return;
-  State merged{address(out, "out"), sums ? nullptr : address(lse, "lse"), {}, {}};
+  Merged merged{};
+  merged.out = address(out, "out");
+  merged.lse = sums ? nullptr : address(lse, "lse");
+  merged.dtype = dtype_of(dtype);
+  merged.mask = static_cast<const uint8_t*>(to_address(mask));
+  to_int64s(mask_stride, 3, merged.mask_strides.data(), "mask_stride");
   to_int64s(out_stride, 3, merged.out_strides.data(), "out_stride");
   to_int64s(lse_stride, 3, merged.lse_strides.data(), "lse_stride");
   std::vector<State> states(count);
@@ -228,7 +241,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("merge_states", &rt::merge_states_at, py::arg("outs"), py::arg("out_strides"),
         py::arg("lses"), py::arg("lse_strides"), py::arg("shape"), py::arg("head_dim_v"),
         py::arg("out"), py::arg("out_stride"), py::arg("lse"), py::arg("lse_stride"),
-        py::arg("num_threads"));
+        py::arg("dtype"), py::arg("mask"), py::arg("mask_stride"), py::arg("num_threads"));
   m.def("copy_pieces", &rt::copy_pieces_at, py::arg("sources"), py::arg("destinations"),
         py::arg("piece_bytes"), py::arg("num_threads"));
   m.def("copy_rows", &rt::copy_rows_at, py::arg("pages"), py::arg("slots"), py::arg("num_kv_heads"),

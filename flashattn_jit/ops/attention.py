@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..torch_modes import is_direct
+from ..torch_modes import is_direct, is_plain
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
+from .arguments import checks
 from .arguments.calls import Offset, dense_form, dense_requests
 from .launching.launches import attend
 from .torch_ops import as_op
@@ -20,12 +21,13 @@ def attention(
     v: torch.Tensor,
     variant: Variant | Callable[..., object] | None = None,
     *,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     q_offset: Offset = 0,
     kv_len: torch.Tensor | None = None,
     return_lse: bool = False,
     partial: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     target: str | None = None,
     **params: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +43,8 @@ def attention(
         v: [batch, num_kv_heads, kv_len, head_dim_v]; dtypes as for k.
         variant: a `Variant`, a bare FlexAttention ``score_mod`` or ``mask_mod`` (told apart by its
             number of arguments), or None for plain attention.
-        scale: multiplies q . k; 1/sqrt(head_dim) by default.
+        scale: multiplies q . k; 1/sqrt(head_dim) by default. A float, or a 0-dim cpu tensor, which
+            each call reads.
         q_offset: ``q_idx = q_offset + row``: an int, a tensor [batch], or ``"end"`` for
             kv_len - q_len. 0 by default, as in FlexAttention.
         kv_len: int cpu tensor [batch]: keys at positions >= kv_len[b] are never read. Lengths and
@@ -50,6 +53,7 @@ def attention(
         partial: return the unfinalised fp32 state, (out, lse) before sink and output_mod, for
             `merge_states`. Implies `return_lse` for softmax variants.
         out: result tensor to write to.
+        lse: fp32 tensor to write lse to, of any strides; implies return_lse.
         target: a target such as ``"cpu:avx2"``; by default the best of the tensors' device, on the
             CPU the value of FLASHATTN_JIT_TARGET if it is set. ``"emulated:sm_80"`` on CPU tensors
             runs the CUDA kernel of sm_80 in an emulator, which checks every access: slow, but it
@@ -77,20 +81,20 @@ def attention(
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
     given = (q, k, v) if out is None else (q, k, v, out)
+    if lse is not None:
+        given = (*given, lse)
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    for host in (kv_len, q_offset):
-        direct = direct and (type(host) is torch.Tensor or not isinstance(host, torch.Tensor))
-    if not direct:
+    if not (direct and is_plain(kv_len, q_offset, scale)):
         arguments = {
             "scale": scale, "q_offset": q_offset, "kv_len": kv_len, "return_lse": return_lse,
             "partial": partial, "target": target,
         }  # fmt: skip
-        return as_op.states("attention", q, k, v, variant, params, arguments, out)  # type: ignore[no-any-return]
-    result, lse = run_dense(
+        return as_op.states("attention", q, k, v, variant, params, arguments, out, lse)  # type: ignore[no-any-return]
+    result, written = run_dense(
         q, k, v, as_variant(variant), params, scale=scale, q_offset=q_offset, kv_len=kv_len,
-        return_lse=return_lse, partial=partial, out=out, target=target, direct=direct,
+        return_lse=return_lse, partial=partial, out=out, lse=lse, target=target, direct=direct,
     )  # fmt: skip
-    return result if lse is None else (result, lse)
+    return result if written is None else (result, written)
 
 
 def run_dense(
@@ -100,7 +104,7 @@ def run_dense(
     chosen: Variant,
     params: Mapping[str, object],
     *,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     q_offset: Offset = 0,
     kv_len: torch.Tensor | None = None,
     block_states: torch.Tensor | None = None,
@@ -108,6 +112,7 @@ def run_dense(
     return_lse: bool = False,
     partial: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     target: str | None = None,
     swap: Swap | None = None,
     direct: bool | None = None,
@@ -123,6 +128,6 @@ def run_dense(
     form = dense_form(q, k, v, direct)
     return attend(
         form, dense_requests(form, kv_len, q_offset), chosen, params, q, k, v, scale=scale,
-        return_lse=return_lse, partial=partial, out=out, target=target, swap=swap, direct=direct,
-        block_states=block_states, block_size=block_size,
+        return_lse=return_lse, partial=partial, out=out, lse=lse, target=target, swap=swap,
+        direct=direct, block_states=block_states, block_size=block_size,
     )  # fmt: skip

@@ -64,7 +64,8 @@ class BatchAttention(BatchBase):
             q_indptr: int32 or int64 cpu tensor [num_requests + 1]: request b has the query tokens
                 q_indptr[b] to q_indptr[b + 1], from 0 on.
             storage: `fa.Ragged` or `fa.Paged`, with kv_len keys per request.
-            sparsity: `fa.BlockSparse`, `fa.TokenSparse` or `fa.Tree`; every key by default.
+            sparsity: `fa.BlockSparse`, `fa.TokenSparse`, `fa.Tree` or `fa.Bits`; every key by
+                default.
             q_offset: position of a request's first query token: "end" for kv_len - q_len, an int,
                 or an int tensor [num_requests].
             **mask_params: the variant's params that its mask reads, by name; runs use these.

@@ -25,8 +25,8 @@ from .arguments import checks
 from .arguments.calls import Array, Offset, host_array, offset_array
 from .arguments.limits import Limits
 from .keys.key_lists import KeyLists, Lengths, key_lists
-from .keys.mask_bits import BlockBits, TreeBits, tree_words
-from .keys.sparsity import BlockSparse, Sparsity, TokenSparse, Tree
+from .keys.mask_bits import BlockBits, FlatBits, TreeBits, flat_params, tree_words
+from .keys.sparsity import Bits, BlockSparse, Sparsity, TokenSparse, Tree
 from .keys.storage import Storage, Stored, read_storage
 from .launching import batch_run
 from .launching.batch_run import Observed, Planned
@@ -151,10 +151,11 @@ class BatchBase:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        scale: float | None = None,
+        scale: checks.Scale | None = None,
         return_lse: bool = False,
         partial: bool = False,
         out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
         **params: object,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention over the planned batch; any number of runs follow one plan.
@@ -165,11 +166,13 @@ class BatchBase:
             k: [num_pages, page_size, num_kv_heads, head_dim] over pages, [num_kv_tokens,
                 num_kv_heads, head_dim] ragged, in kv_dtype. Another layout is a transposed view.
             v: likewise, with head_dim_v; its strides may differ from k's.
-            scale: multiplies q . k; 1/sqrt(head_dim) by default.
+            scale: multiplies q . k; 1/sqrt(head_dim) by default. A float, or a 0-dim cpu tensor,
+                which each run reads.
             return_lse: also return the natural-log log-sum-exp [num_q_tokens, num_q_heads], fp32.
             partial: return the unfinalised fp32 state for `fa.merge_states`; implies return_lse for
                 softmax variants.
             out: result tensor to write to.
+            lse: fp32 tensor [num_q_tokens, num_q_heads] to write lse to; implies return_lse.
             **params: the variant's params that its mask does not read, by name.
 
         Returns:
@@ -186,20 +189,24 @@ class BatchBase:
             >>> out = batch.run(q, k_pages, v_pages)
         """
         given: tuple[Any, ...] = (q, k, v)
-        if params or out is not None:
-            more = [x for x in params.values() if isinstance(x, torch.Tensor)]
-            given = (*given, *more) if out is None else (*given, *more, out)
+        if out is not None:
+            given = (q, k, v, out)
+        if lse is not None:
+            given = (*given, lse)
+        if params or isinstance(scale, torch.Tensor):
+            more = [x for x in (*params.values(), scale) if isinstance(x, torch.Tensor)]
+            given = (*given, *more)
         direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
         if not direct:
-            return as_op.batch(self, q, k, v, params, scale, return_lse, partial, out)  # type: ignore[no-any-return]
+            return as_op.batch(self, q, k, v, params, scale, return_lse, partial, out, lse)  # type: ignore[no-any-return]
         planned = self.in_force()
-        result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
+        result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out, lse)
         return result if lse is None else (result, lse)
 
-    def check_placed(self, q: Any, k: Any, v: Any, out: Any) -> None:
+    def check_placed(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
         """Raises InputError for arguments that are no tensors on the object's device."""
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
-            if name != "out" or out is not None:
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)):
+            if name in "qkv" or tensor is not None:
                 batch_run.check_device(name, tensor, self._kernels.options.device)
 
     def in_force(self) -> Planned:
@@ -334,10 +341,15 @@ class BatchBase:
                 )
             words = tree_words(sparsity.bits, lengths.q_len, options.device)
             return self._composed(TreeBits), None, {"sparsity_bits": words}
+        if isinstance(sparsity, Bits):
+            flat = flat_params(
+                sparsity.bits, sparsity.bit_indptr, lengths.q_len, lengths.kv_len, options.device
+            )
+            return self._composed(FlatBits), None, flat
         if not isinstance(sparsity, (BlockSparse, TokenSparse)):
             raise InputError(
-                "sparsity must be an fa.BlockSparse, an fa.TokenSparse or an fa.Tree, got "
-                f"{type(sparsity).__name__}"
+                "sparsity must be an fa.BlockSparse, an fa.TokenSparse, an fa.Tree or an fa.Bits, "
+                f"got {type(sparsity).__name__}"
             )
         lists = key_lists(
             sparsity,

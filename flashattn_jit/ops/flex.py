@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from ..torch_modes import is_direct
+from ..torch_modes import is_direct, is_plain
 from ..variants.binding import Swap
 from ..variants.variant import FULL, Dims, Variant, variant
 from .arguments import checks, torch_inputs
@@ -32,7 +32,7 @@ def flex_attention(
     value: torch.Tensor,
     score_mod: Mod | None = None,
     block_mask: BlockMask | None = None,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: Mapping[str, Any] | None = None,
@@ -52,7 +52,7 @@ def flex_attention(
         value: [batch or 1, num_kv_heads, kv_len, head_dim_v].
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` on 0-dim tensors.
         block_mask: a torch `BlockMask` made for exactly these lengths. Its block map is cached.
-        scale: multiplies q . k; 1/sqrt(head_dim) by default.
+        scale: multiplies q . k; 1/sqrt(head_dim) by default. A float, or a 0-dim cpu tensor.
         enable_gqa: allow num_kv_heads to divide num_q_heads; without it they must be equal.
         return_lse: also return lse [batch, num_q_heads, q_len], fp32.
         kernel_options: accepted and ignored: they tune other kernels.
@@ -86,7 +86,9 @@ def flex_attention(
     want_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     want_max = return_aux is not None and bool(return_aux.max_scores)
     run: Callable[..., Any] = functools.partial(run_flex, direct=True)
-    if torch.compiler.is_dynamo_compiling() or not is_direct(query, key, value):
+    if torch.compiler.is_dynamo_compiling() or not (
+        is_direct(query, key, value) and is_plain(scale)
+    ):
         run = as_op.flex
     out, lse, max_scores = run(
         query, key, value, score_mod, block_mask, scale, enable_gqa, want_lse, want_max
@@ -104,7 +106,7 @@ def run_flex(
     value: torch.Tensor,
     score_mod: Mod | None,
     block_mask: Any,
-    scale: float | None,
+    scale: checks.Scale | None,
     enable_gqa: bool,
     want_lse: bool,
     want_max: bool,
@@ -177,7 +179,7 @@ def _run(
     v: torch.Tensor,
     score_mod: Mod | None,
     blocks: Blocks,
-    scale: float | None,
+    scale: checks.Scale | None,
     want_lse: bool,
     swap: Swap | None,
     direct: bool | None = None,
@@ -197,7 +199,7 @@ def _max_scores(
     k: torch.Tensor,
     score_mod: Mod | None,
     blocks: Blocks,
-    scale: float | None,
+    scale: checks.Scale | None,
     swap: Swap | None,
 ) -> torch.Tensor:
     """The row maxima after score_mod and mask, [batch, num_q_heads, q_len] fp32.

@@ -32,24 +32,26 @@ Tensor = torch.Tensor
 
 def _states(
     run: Callable[..., tuple[Tensor, Tensor | None]],
-    q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None, lse: Tensor | None,
 ) -> Results:  # fmt: skip
     """The results of `run`, which is `run_dense` or `run_packed`."""
-    result, lse = run(
-        q, k, v, chosen=as_variant(call.variant), params=call.params, out=out, swap=call.swap,
-        **call.arguments,
+    result, rows = run(
+        q, k, v, chosen=as_variant(call.variant), params=call.params, out=out, lse=lse,
+        swap=call.swap, **call.arguments,
     )  # fmt: skip
-    return result, filled(lse, q)
+    return result, filled(rows, q)
 
 
-def _batch(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -> Results:
+def _batch(
+    q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None, lse: Tensor | None
+) -> Results:
     from .batch_base import by_number
 
     given = call.arguments
-    result, lse = by_number(given["batch"]).in_force().run(
-        q, k, v, call.params, given["scale"], given["return_lse"], given["partial"], out
+    result, rows = by_number(given["batch"]).in_force().run(
+        q, k, v, call.params, given["scale"], given["return_lse"], given["partial"], out, lse
     )  # fmt: skip
-    return result, filled(lse, q)
+    return result, filled(rows, q)
 
 
 class _GraphMask:
@@ -63,7 +65,7 @@ class _GraphMask:
         self.BLOCK_SIZE, self.shape, self.mask_mod = tuple(size), tuple(shape), mask_mod
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -> Results:
+def _flex(q: Tensor, k: Tensor, v: Tensor, call: UserCall, *_: Tensor | None) -> Results:
     from .flex import run_flex
 
     hooks, given = call.variant, dict(call.arguments)
@@ -79,7 +81,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -
     return result, filled(lse, q), filled(max_scores, q)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -> Results:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: UserCall, *_: Tensor | None) -> Results:
     from .sdpa import run_sdpa
 
     return (run_sdpa(q, k, v, **call.arguments),)
@@ -91,6 +93,29 @@ def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any) 
     q_indptr, page_indptr, page_indices, last_page_len, page_size, target = rest
     paged = Paged(page_indptr, page_indices, last_page_len, page_size)
     run_append(k, v, k_pages, v_pages, q_indptr, paged, target)
+
+
+def _merge(
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    *,
+    mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    target: str | None = None,
+) -> Results:
+    return merge.merge_into(outs, lses, mask, dtype or torch.float32, None, None, target)
+
+
+def _merge_out(
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    target: str | None = None,
+) -> None:
+    merge.merge_into(outs, lses, mask, out.dtype, out, lse, target)
 
 
 # --- shapes: from q, k, v and the op's flags to empty results ------------------------------------
@@ -127,9 +152,9 @@ def _sdpa_shapes(q: Tensor, k: Tensor, v: Tensor, flags: Sequence[bool]) -> Resu
 
 
 def _merge_shapes(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], *, target: str | None = None
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, dtype: torch.dtype | None = None, **_: object
 ) -> Results:
-    out = outs[0].new_empty(outs[0].shape)
+    out = outs[0].new_empty(outs[0].shape, dtype=dtype)
     return out, outs[0].new_empty(outs[0].shape[:-1] if lses else (0,))
 
 
@@ -164,6 +189,12 @@ define(
     _append, lambda *args: None, "()",
 )  # fmt: skip
 define(
-    "merge_states(Tensor[] outs, Tensor[] lses, *, str? target=None)",
-    merge.merge, _merge_shapes, "(Tensor, Tensor)",
+    "merge_states(Tensor[] outs, Tensor[] lses, *, Tensor? mask=None, ScalarType? dtype=None, "
+    "str? target=None)",
+    _merge, _merge_shapes, "(Tensor, Tensor)",
+)  # fmt: skip
+define(
+    "merge_states_out(Tensor[] outs, Tensor[] lses, Tensor? mask, Tensor(a!) out, Tensor(b!) lse, "
+    "*, str? target=None)",
+    _merge_out, lambda *args, **kwargs: None, "()",
 )  # fmt: skip

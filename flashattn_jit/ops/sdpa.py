@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..errors import InputError, TorchInputError
-from ..torch_modes import is_direct
+from ..torch_modes import is_direct, is_plain
 from ..variants.library.masks import Causal, Full
 from ..variants.variant import Variant, tensor
 from .arguments import torch_inputs
-from .arguments.checks import check_readable, shown
+from .arguments.checks import Scale, check_readable, shown
 from .attention import run_dense
 from .torch_ops import as_op
 
@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: Scale | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` as one fused kernel.
@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
             float (added to the scaled scores).
         dropout_p: must be 0.
         is_causal: row i sees keys 0..i (upper-left aligned); excludes attn_mask.
-        scale: multiplies q . k; 1/sqrt(head_dim) by default.
+        scale: multiplies q . k; 1/sqrt(head_dim) by default. A float, or a 0-dim cpu tensor.
         enable_gqa: allow num_kv_heads to divide num_q_heads.
 
     Returns:
@@ -86,7 +86,9 @@ def scaled_dot_product_attention(
     Example:
         >>> out = fa.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
-    if torch.compiler.is_dynamo_compiling() or not is_direct(query, key, value):
+    if torch.compiler.is_dynamo_compiling() or not (
+        is_direct(query, key, value) and is_plain(scale)
+    ):
         return as_op.sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
             scale=scale, enable_gqa=enable_gqa,
@@ -101,7 +103,7 @@ def run_sdpa(
     attn_mask: torch.Tensor | None,
     dropout_p: float,
     is_causal: bool,
-    scale: float | None,
+    scale: Scale | None,
     enable_gqa: bool,
     direct: bool | None = None,
 ) -> torch.Tensor:
@@ -161,7 +163,7 @@ def with_leading_dims(out: torch.Tensor, lead: tuple[int, ...], rank: int) -> to
 
 
 def _without_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Scale | None
 ) -> torch.Tensor:
     """The empty output of zero query heads, after the checks of a call with one head."""
     one, keys, values = (t[:0].reshape(0, 1, *t.shape[2:]) for t in (q, k, v))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..errors import InputError
-from ..torch_modes import is_direct, outside_modes
+from ..torch_modes import is_direct, is_plain, outside_modes
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
 from .arguments import checks
@@ -27,11 +27,12 @@ def varlen_attention(
     *,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     q_offset: Offset = "end",
     return_lse: bool = False,
     partial: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     target: str | None = None,
     **params: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +47,7 @@ def varlen_attention(
         variant: as for `attention`.
         max_q_len: if given, checked to be at least the longest request's q_len.
         max_kv_len: likewise for kv_len.
-        scale, return_lse, partial, out, target, params: as for `attention`.
+        scale, return_lse, partial, out, lse, target, params: as for `attention`.
         q_offset: ``q_idx = q_offset + row``: ``"end"`` (kv_len - q_len, the default), an int or an
             int tensor [num_requests].
 
@@ -61,21 +62,23 @@ def varlen_attention(
         >>> out = fa.varlen_attention(q, k, v, q_indptr, kv_indptr, fa.Causal())
     """
     given = (q, k, v) if out is None else (q, k, v, out)
+    if lse is not None:
+        given = (*given, lse)
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
     direct = direct and type(q_indptr) is torch.Tensor and type(kv_indptr) is torch.Tensor
-    if not direct:
+    if not (direct and is_plain(scale)):
         arguments = {
             "q_indptr": q_indptr, "kv_indptr": kv_indptr, "max_q_len": max_q_len,
             "max_kv_len": max_kv_len, "scale": scale, "q_offset": q_offset,
             "return_lse": return_lse, "partial": partial, "target": target,
         }  # fmt: skip
-        return as_op.states("varlen_attention", q, k, v, variant, params, arguments, out)  # type: ignore[no-any-return]
-    result, lse = run_packed(
+        return as_op.states("varlen_attention", q, k, v, variant, params, arguments, out, lse)  # type: ignore[no-any-return]
+    result, written = run_packed(
         q, k, v, q_indptr, kv_indptr, as_variant(variant), params, max_q_len=max_q_len,
         max_kv_len=max_kv_len, scale=scale, q_offset=q_offset, return_lse=return_lse,
-        partial=partial, out=out, target=target, direct=direct,
+        partial=partial, out=out, lse=lse, target=target, direct=direct,
     )  # fmt: skip
-    return result if lse is None else (result, lse)
+    return result if written is None else (result, written)
 
 
 def run_packed(
@@ -89,11 +92,12 @@ def run_packed(
     *,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     q_offset: Offset = "end",
     return_lse: bool = False,
     partial: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     target: str | None = None,
     swap: Swap | None = None,
     direct: bool | None = None,
@@ -118,5 +122,5 @@ def run_packed(
             )
     return attend(
         form, requests, chosen, params, q, k, v, scale=scale, return_lse=return_lse,
-        partial=partial, out=out, target=target, swap=swap, direct=direct,
+        partial=partial, out=out, lse=lse, target=target, swap=swap, direct=direct,
     )  # fmt: skip

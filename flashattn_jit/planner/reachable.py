@@ -16,6 +16,7 @@ warmed.
 | sparse     | with fa.BlockSparse or fa.TokenSparse     | indirect   | sparse; paged too        |
 | cascade    | fa.CascadeAttention with shared levels    | indirect   | mixed_rows; paged too    |
 | tree       | with fa.Tree: bits in the variant's mask  | as ragged and paged                   |
+| bits       | with fa.Bits, likewise                    | as ragged and paged                   |
 | block_bits | fa.BlockSparse with bits, likewise        | as sparse                             |
 | max_scores | flex_attention's second pass for them     | as dense and block_mask, head_dim_v 1 |
 
@@ -23,7 +24,7 @@ On CUDA each kernel also exists with `unaligned`, for tensors whose rows do not 
 multiples of 16 bytes; if a head dim is no multiple of 8 there is only that one. So all formats of a
 variant are 6 kernels on a CPU target and 42 on a CUDA one (21 if a head dim is no multiple of 8),
 dense alone 2 and 6; on sm_90 two more, of `mma.sync`, for pages whose size is not a multiple of 8.
-The last three formats have variants composed from the user's:
+The last four formats have variants composed from the user's:
 `deploy/wanted/compositions.py`. `BatchAttention.workspace_bytes` requests the kernels of ragged or
 of paged keys on a CUDA target, whatever the sparsity. So does a cascade of one level, in a step
 that shares nothing: those kernels are listed with `cascade`, and added to recorded kernels of lists
@@ -41,12 +42,12 @@ from ..variants.ir.ir import VariantIR, unscaled_integers
 from .tiles import kernels_by_rows
 
 FORMATS = (
-    "dense", "block_mask", "ragged", "paged", "sparse", "cascade", "tree", "block_bits",
-    "max_scores",
+    "dense", "block_mask", "ragged", "paged", "sparse", "cascade", "tree", "bits",
+    "block_bits", "max_scores",
 )  # fmt: skip
 """Kinds of calls: the first column of the table above."""
 
-COMPOSED = ("tree", "block_bits", "max_scores")
+COMPOSED = ("tree", "bits", "block_bits", "max_scores")
 """Formats whose calls have a variant that is composed from the user's."""
 
 _CUDA_FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -57,6 +58,7 @@ _CUDA_FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "sparse": (("sparse",), ("paged", "sparse")),
     "cascade": (("mixed_rows",), ("paged", "mixed_rows")),
     "tree": ((), ("paged",)),
+    "bits": ((), ("paged",)),
     "block_bits": (("sparse",), ("paged", "sparse")),
     "max_scores": ((), ("block_mask",)),
 }

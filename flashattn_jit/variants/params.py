@@ -372,8 +372,8 @@ def resolve(
 
 
 _OPTIONS = (
-    "scale", "q_offset", "kv_len", "return_lse", "partial", "out", "target", "max_q_len",
-    "max_kv_len", "sparsity",
+    "scale", "q_offset", "kv_len", "return_lse", "partial", "out", "lse", "target",
+    "max_q_len", "max_kv_len", "sparsity",
 )  # fmt: skip
 """Options of calls; none has all of them."""
 
@@ -393,7 +393,7 @@ def unknown_param(
     near = difflib.get_close_matches(name, [*known, *options], 2, 0.6)[:1]
     if not near:  # short names: c for cc
         near = [n for n in known if n.startswith(name) or name.startswith(n)][:1]
-    if name in ("lse", "lses"):
+    if name == "lses":
         text += "; lse is a result: the call returns (out, lse) with return_lse=True"
     elif name in options:
         text += f"; {name} is an option of other calls, see this one's signature"

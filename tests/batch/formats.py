@@ -16,7 +16,7 @@ from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import varlen_reference
 from flashattn_jit.variants.variant import as_variant
 from tests.batch.batches import Batch, indptr, share_prefix
-from tests.batch.sparse import Visited, blocks, tokens, trees
+from tests.batch.sparse import Visited, blocks, flat_bits, tokens, trees
 from tests.ops.cases import EPS, assert_close, effect_of_approximations, largest
 from tests.registry.case import Case, Shape
 
@@ -40,6 +40,7 @@ FORMATS = {
     "block_sparse_bits": Format(0, lambda b: blocks(b, (16, 16), 0.5, True, bits=True)),
     "token_sparse": Format(8, lambda b: tokens(b, 40, per_head=True)),
     "tree": Format(16, trees, end=True),
+    "bits": Format(16, flat_bits),
     "cascade": Format(16, cascade=True),
 }
 

@@ -25,6 +25,8 @@ class Visited:
         if isinstance(s, fa.BlockSparse):
             bits = None if s.bits is None else s.bits.to(device)
             return replace(s, indices=s.indices.to(device), bits=bits)
+        if isinstance(s, fa.Bits):
+            return replace(s, bits=s.bits.to(device))
         return replace(s, indices=s.indices.to(device)) if isinstance(s, fa.TokenSparse) else s
 
     def seen(self, b: int, h: int, rows: Tensor) -> Tensor:
@@ -131,6 +133,20 @@ def trees(batch: Batch, seed: int = 0) -> Visited:
         whole[0, :, kv_len - q_len :] = sees
         pairs.append(whole)
     return Visited(fa.Tree(bits), pairs)
+
+
+def flat_bits(batch: Batch, seed: int = 0, packed: bool = False) -> Visited:
+    """Random bits for all pairs of each request; some rows keep none."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = [torch.rand(1, q, k, generator=generator) < 0.4 for q, k in _sizes(batch)]
+    for kept in pairs:
+        kept[:, ::5] = False
+    flat = [p.flatten() for p in pairs]
+    if not packed:
+        return Visited(fa.Bits(torch.cat([torch.empty(0, dtype=torch.bool), *flat])), pairs)
+    steps = 2 ** torch.arange(8)
+    whole = [torch.nn.functional.pad(f, (0, -f.numel() % 8)).view(-1, 8) for f in flat]
+    return Visited(fa.Bits((torch.cat(whole) * steps).sum(1).to(torch.uint8)), pairs)
 
 
 def _sizes(batch: Batch) -> list[tuple[int, int]]:

@@ -54,7 +54,7 @@ def test_lists_at_reduced_sizes(entry: Entry) -> None:
 CASES = {
     "ragged": "qk_norm", "paged": "document", "block_sparse": "alibi",
     "block_sparse_bits": "soft_cap", "token_sparse": "rope", "tree": "gated_output_packed",
-    "cascade": "sink",
+    "cascade": "sink", "bits": "sigmoid",
 }  # fmt: skip
 """A library variant for each format; together they have every hook."""
 

@@ -228,7 +228,7 @@ RUNTIME = (
             "A process that was forked before any call is refused.",
             "tests/ops/threads/test_fork.py"),
     Mistake("a state without keys", "csrc/runtime/merge_states.cpp",
-            "    if (lse == kMinusInf) continue;\n", "",
+            "      if (lse == kMinusInf) continue;\n", "",
             "NaN in the output of a state without keys reaches the merged one.",
             "tests/ops/calls/test_varlen.py"),
     Mistake("counters of two launches", "csrc/runtime/host/cpu_team.cpp",

@@ -118,6 +118,7 @@ VALUES: dict[str, Any] = {
     "block sparse": fa.BlockSparse(INDPTR, INDPTR, (8, 8)),
     "token sparse": fa.TokenSparse(INDPTR),
     "tree": fa.Tree(INDPTR),
+    "bits": fa.Bits(INDPTR),
     "cascade level": fa.CascadeLevel(INDPTR, fa.Ragged(INDPTR)),
     "softmax": fa.Softmax(sink=INDPTR),
     "pointwise": fa.Pointwise(torch.sigmoid),

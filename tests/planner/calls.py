@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 import flashattn_jit as fa
 from tests.batch.batches import Batch, share_prefix
-from tests.batch.sparse import blocks, tokens, trees
+from tests.batch.sparse import blocks, flat_bits, tokens, trees
 
 HEADS = (8, 2)  # a group of 4
 PAGES = (16, 4)
@@ -19,7 +19,7 @@ PAGES = (16, 4)
 
 ROWS = (1, 3, 9, 40)  # 4, 12, 36 and 160 packed rows: every class, on every target
 KEYS = 48
-BATCHED = ("dense", "ragged", "paged", "sparse", "cascade", "tree", "block_bits")
+BATCHED = ("dense", "ragged", "paged", "sparse", "cascade", "tree", "bits", "block_bits")
 """The formats that `Calls` has methods for."""
 
 
@@ -97,6 +97,9 @@ class Calls:
 
     def tree(self) -> None:
         self.batches((0, *PAGES), lambda b: trees(b).sparsity)
+
+    def bits(self) -> None:
+        self.batches((0, *PAGES), lambda b: flat_bits(b).sparsity)
 
     def cascade(self) -> None:
         for page_size, rows in itertools.product((0, *PAGES), ROWS):

@@ -21,7 +21,7 @@ import flashattn_jit as fa
 from flashattn_jit.inspect.verification.error import errors_of_draw
 from flashattn_jit.variants.reference import HookFunctions
 from tests.batch.batches import Batch, indptr, share_prefix
-from tests.batch.sparse import Visited, blocks, tokens, trees
+from tests.batch.sparse import Visited, blocks, flat_bits, tokens, trees
 from tests.ops.cases import EPS, HOST_TARGETS, rms
 from tests.random.meanings import (
     POINTWISE,
@@ -41,6 +41,7 @@ FORMS = {
     "tree": ("tree",),
     "packed_tree": ("packed_tree",),
     "block_bits": ("block_sparse_bits",),
+    "bits": ("bits",),
 }
 """Forms, each with its own kernels, and the kinds of calls that take them."""
 
@@ -94,7 +95,7 @@ def choices(seed: int, part: int) -> list[Choice]:
     found = []
     for n, parts in enumerate(r.sample(VARIANTS, KERNELS)):
         dims = r.choice([d for d in HEAD_DIMS if rope not in parts or d[0] % 2 == 0])
-        form = r.choices(tuple(FORMS), (15, 12, 1, 1, 2))[0]
+        form = r.choices(tuple(FORMS), (15, 12, 1, 1, 2, 1))[0]
         target = HOST_TARGETS[(seed + part + n) % len(HOST_TARGETS)]
         found.append(Choice(parts, r.choice(DTYPES), dims, form, target))
     return found
@@ -268,6 +269,8 @@ class Call:
             return blocks(batch, size, r.random(), per_head, kind.endswith("bits"), seed)
         if kind == "token_sparse":
             return tokens(batch, r.choice((1, 9, 40)), per_head, seed)
+        if kind == "bits":
+            return flat_bits(batch, seed, per_head)  # packed in half of the calls
         return trees(batch, seed) if kind.endswith("tree") else None
 
     # --- parts of calls -----------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""The variants that calls make of a variant: with a tree's or blocks' bits, and for row maxima.
+"""The variants that calls make of a variant: with bits of masks, and for row maxima.
 
-`fa.Tree` and the bits of `fa.BlockSparse` become part of the mask, and flex_attention's max_scores
-is a second pass with another score: their kernels are those of other variants than the user's.
+`fa.Tree`, `fa.Bits` and the bits of `fa.BlockSparse` become part of the mask, and flex_attention's
+max_scores is a second pass with another score: their kernels are those of other variants than the
+user's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from ...errors import InputError, VariantError
 from ...ops.flex import sharpened
-from ...ops.keys.mask_bits import BlockBits, TreeBits
+from ...ops.keys.mask_bits import BlockBits, FlatBits, TreeBits
 from ...planner.reachable import COMPOSED, FORMATS
 from ...torch_modes import outside_modes
 from ...variants.library import Full
@@ -45,7 +46,7 @@ def compositions(chosen: Variant, formats: Sequence[str] = FORMATS) -> Iterator[
     own = tuple(f for f in formats if f not in COMPOSED)
     if own:
         yield Composition(chosen, {}, own)
-    for name, bits in (("tree", TreeBits), ("block_bits", BlockBits)):
+    for name, bits in (("tree", TreeBits), ("bits", FlatBits), ("block_bits", BlockBits)):
         if name in formats:
             # A mask that is C++ text goes with no other: then there are no such calls either.
             with contextlib.suppress(VariantError):
@@ -65,6 +66,9 @@ def _stand_ins(name: str) -> dict[str, Any]:
         bits = {"sparsity_bits": torch.empty(2, 2, 2, dtype=torch.int64, device="cpu")}
         if name == "tree":
             return bits
+        if name == "bits":
+            names = ("sparsity_first", "sparsity_bits")
+            return {n: torch.empty(2, dtype=torch.int64, device="cpu") for n in names}
         return {
             "sparsity_row": torch.empty(2, 2, dtype=torch.int32, device="cpu"),
             "sparsity_map": torch.empty(2, 2, 2, dtype=torch.int32, device="cpu"),

@@ -33,7 +33,7 @@ _PROBES = (
 """Sizes that variants are bound with where defaults ask for some: a kernel that is the same for
 both is the same for all."""
 _GIVE_HEADS = "give num_q_heads= and num_kv_heads="
-_PLANNED = ("ragged", "paged", "sparse", "cascade", "tree", "block_bits")
+_PLANNED = ("ragged", "paged", "sparse", "cascade", "tree", "bits", "block_bits")
 _MAKERS = ("Natten", "QKNorm", "RelativeBias", "RoPE", "GatedOutput")
 """Functions of the library that make variants."""
 
@@ -69,8 +69,8 @@ def specs_of(
         if not made_of:
             raise InputError(
                 f"formats: no calls of {chosen.name} are {' or '.join(formats or FORMATS)}; "
-                "max_scores is for what flex_attention makes of a score_mod and a mask_mod, tree "
-                "and block_bits are for masks that are no C++ text"
+                "max_scores is for what flex_attention makes of a score_mod and a mask_mod, tree, "
+                "bits and block_bits are for masks that are no C++ text"
             )
         before = len(found)
         for made in made_of:

@@ -156,16 +156,17 @@ class Requests(NamedTuple):
 class Call(NamedTuple):
     """Everything that a launch depends on except addresses and values. Equal calls have one launch.
 
-    structure: the variant's. layouts: of its param tensors. out: shape, strides, dtype and device
-    of a given one. num_threads: 0 on devices. aligned: rows of q, k, v and out start and end at
-    multiples of 16 bytes (devices). scalars: the variant's, if its schedule depends on them.
+    structure: the variant's. layouts: of its param tensors. results: shape, strides, dtype and
+    device of a given out and of a given lse. num_threads: 0 on devices. aligned: rows of q, k, v
+    and out start and end at multiples of 16 bytes (devices). scalars: the variant's, if its
+    schedule depends on them.
     """
 
     form: Form
     lengths: _C.BatchLengths
     structure: Structure
     layouts: Layouts
-    out: tuple[Any, ...] | None
+    results: tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]
     return_lse: bool
     partial: bool
     target: str
@@ -286,6 +287,16 @@ def contiguous(shape: Sequence[int]) -> Strides:
         out.append(reach)
         reach *= max(1, size)
     return tuple(reversed(out))
+
+
+def given_layouts(
+    out: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
+    """`Call.results` of a given out and lse."""
+    return (
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+        None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
+    )
 
 
 def filled(lse: torch.Tensor | None, like: Any) -> torch.Tensor:

@@ -17,6 +17,9 @@ from ...variants.ir.dtypes import DTYPE_NAMES
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 INT32_MAX = 2**31 - 1
+Scale = float | torch.Tensor
+"""A factor of scores: a number, or a 0-dim cpu tensor."""
+
 INTEGERS = frozenset((torch.int32, torch.int64))
 """Dtypes of lengths and indices."""
 
@@ -215,15 +218,38 @@ def check_grad(tensors: Sequence[torch.Tensor]) -> None:
             raise GradError(GRAD_MESSAGE)
 
 
-def check_scale(scale: float | None, head_dim: int) -> float:
-    """The scale as a finite float; 1/sqrt(head_dim) when None."""
+def check_scale(scale: Scale | None, head_dim: int) -> float:
+    """The scale as a finite float; 1/sqrt(head_dim) when None. Raises InputError, GradError."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, torch.Tensor):
+        scale = _number_of(scale)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise InputError(f"scale must be a float or None, got {type(scale).__name__}")
+        raise InputError(
+            f"scale must be a float, a 0-dim cpu tensor or None, got {type(scale).__name__}"
+        )
     if not abs(scale) <= _FLOAT32_MAX:  # NaN as well
         raise InputError(f"scale={scale} must be finite as a float32")
     return float(scale)
+
+
+def _number_of(scale: torch.Tensor) -> float:
+    """The entry of a scale that is a tensor. Raises InputError, GradError."""
+    check_readable("scale", scale)
+    if scale.dim() or scale.is_complex() or scale.dtype == torch.bool:
+        raise InputError(
+            f"scale must be a float, a 0-dim cpu tensor or None, got a tensor {list(scale.shape)} "
+            f"of {scale.dtype}"
+        )
+    if scale.device.type != "cpu":
+        raise InputError(
+            f"scale is on {scale.device}, but a launch takes it as a number of the host; pass "
+            "scale.cpu(), which waits for the device, or scale=1.0 with a score_mod that "
+            "multiplies by the tensor: kernels read it where it is"
+        )
+    need_values("scale", "a launch takes it as a number", (scale,))
+    check_grad((scale,))
+    return scale.item()
 
 
 def check_lse(return_lse: bool, pointwise: bool) -> None:
@@ -281,33 +307,37 @@ def check_lengths(
 
 
 def check_out_layout(
-    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str = "out",
 ) -> None:
-    """Raises InputError unless `out` has the result's shape, dtype and device and a contiguous last
-    dim, and no two of its entries share an address."""
-    check_readable("out", out)
-    check_not_lazy("out", out)
+    """Raises InputError unless `out` has the result's shape, dtype and device, its last dim is
+    contiguous (not that of ``lse``), and no two of its entries share an address."""
+    check_readable(name, out)
+    check_not_lazy(name, out)
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
         raise InputError(
-            f"out must be {list(shape)} of {dtype} on {device}, got {list(out.shape)} of "
+            f"{name} must be {list(shape)} of {dtype} on {device}, got {list(out.shape)} of "
             f"{out.dtype} on {out.device}"
         )
     if out.numel() == 0:
         return
-    if out.stride(-1) != 1 and out.shape[-1] > 1:
+    if name == "out" and out.stride(-1) != 1 and out.shape[-1] > 1:
         raise InputError(f"out's last dim must be contiguous, its stride is {out.stride(-1)}")
     if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
-        raise InputError("out is an expanded tensor: several entries share one address")
+        raise InputError(f"{name} is an expanded tensor: several entries share one address")
     if not _dense(out):
-        raise InputError("out's entries overlap each other; pass a tensor of its own")
+        raise InputError(f"{name}'s entries overlap each other; pass a tensor of its own")
 
 
-def check_out_grad(out: torch.Tensor) -> None:
-    """Raises GradError for an `out` that autograd tracks: the write would not be recorded."""
+def check_out_grad(out: torch.Tensor, name: str = "out") -> None:
+    """Raises GradError for a result that autograd tracks: the write would not be recorded."""
     if out.requires_grad and torch.is_grad_enabled():
         raise GradError(
-            "out requires grad while grad mode is on, but this engine is inference only: the "
-            "result written to it would have no gradient; pass out.detach(), or call under "
+            f"{name} requires grad while grad mode is on, but this engine is inference only: the "
+            f"result written to it would have no gradient; pass {name}.detach(), or call under "
             "torch.no_grad()"
         )
 
@@ -321,15 +351,23 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def check_apart(
-    out: torch.Tensor, size: int, inputs: Sequence[torch.Tensor], sizes: Sequence[int]
+    out: torch.Tensor,
+    size: int,
+    inputs: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    name: str = "out",
+    other: str = "an input",
 ) -> None:
-    """Raises InputError if the address ranges of out and an input, of these sizes, overlap."""
+    """Raises InputError if the address ranges of out and an input, of these sizes, overlap.
+
+    name, other: what they are, for the message.
+    """
     begin = out.data_ptr()
     end = begin + size
     for tensor, bytes_ in zip(inputs, sizes, strict=True):
         low = tensor.data_ptr()
         if low < end and begin < low + bytes_ and size and bytes_:
-            raise InputError("out shares memory with an input; pass a tensor of its own")
+            raise InputError(f"{name} shares memory with {other}; pass a tensor of its own")
 
 
 def _dense(tensor: torch.Tensor) -> bool:

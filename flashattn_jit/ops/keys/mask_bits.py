@@ -1,4 +1,4 @@
-"""Bits of blocks and trees as masks: variants that the planner composes with the user's.
+"""Bits of blocks, trees and requests as masks: variants that the planner composes with the user's.
 
 Their tensors are ordinary params. Names of params and of free dims start with `sparsity_`, so that
 they do not collide with the user's.
@@ -14,6 +14,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...variants.builtins import kv_len, q_len, q_row
 from ...variants.variant import Variant, scalar, tensor
+from ..arguments.calls import host_array
 from ..arguments.checks import check_not_lazy, check_readable
 
 MAX_MAP_ENTRIES = 2**28
@@ -64,6 +65,86 @@ class TreeBits(Variant):
         word = self.sparsity_bits[b, row, token >> 6]
         kept: Tensor = (kv_idx < prefix) | (((word >> (token & 63)) & 1) != 0)
         return kept
+
+
+class FlatBits(Variant):
+    """Keep the pairs whose bit is set: bit r * kv_len + c of the request's own, row r and key c.
+
+    sparsity_first: for each request, the bit of its row r less r * kv_len, r counted in packed q.
+    """
+
+    sparsity_first: Tensor = tensor("sparsity_requests", dtype=torch.int64)
+    sparsity_bits: Tensor = tensor("sparsity_words", dtype=torch.int64)
+
+    def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The bit of the pair."""
+        row = q_row(b, q_idx).to(torch.int64)  # bits are more than 32 bits count
+        bit = self.sparsity_first[b] + row * kv_len(b) + kv_idx
+        seen: Tensor = ((self.sparsity_bits[bit >> 6] >> (bit & 63)) & 1) != 0
+        return seen
+
+
+def flat_params(
+    bits: object,
+    bit_indptr: Tensor | None,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The params of `FlatBits`. Raises InputError."""
+    if not isinstance(bits, Tensor) or bits.dtype not in (torch.bool, torch.uint8):
+        got = bits.dtype if isinstance(bits, Tensor) else type(bits).__name__
+        raise InputError(
+            f"Bits.bits must be a bool tensor [num_bits] or a packed uint8 tensor [num_bytes], "
+            f"got {got}"
+        )
+    check_readable("Bits.bits", bits)
+    check_not_lazy("Bits.bits", bits)
+    if bits.dim() != 1:
+        raise InputError(
+            f"Bits.bits must have one dim, all requests one after another, got {list(bits.shape)}"
+        )
+    if bits.device.type != device.type:
+        raise InputError(f"Bits.bits are on {bits.device}, the batch on {device}; move them there")
+    is_packed = bits.dtype == torch.uint8
+    q_len, sizes = torch.tensor(q_lens, dtype=torch.int64), torch.tensor(kv_lens).long()
+    counts = q_len * sizes
+    if bit_indptr is None:
+        steps = (counts + 7) // 8 * 8 if is_packed else counts
+        starts = torch.cat([steps.new_zeros(1), steps.cumsum(0)])
+    else:
+        starts = host_array("Bits.bit_indptr", bit_indptr)[1].long()
+        if starts.shape[0] != len(q_lens) + 1:
+            raise InputError(
+                f"Bits.bit_indptr must be [num_requests + 1 = {len(q_lens) + 1}], got "
+                f"{list(starts.shape)}"
+            )
+    num_bits = bits.numel() * (8 if is_packed else 1)
+    wrong = (starts[:-1] < 0) | (starts.diff() < counts) | (starts[:-1] + counts > num_bits)
+    if bool(wrong.any()):
+        b = int(wrong.nonzero()[0, 0])
+        raise InputError(
+            f"request {b} has q_len={q_lens[b]} x kv_len={kv_lens[b]} bits, but Bits.bits has "
+            f"{num_bits} bits, of which bits {int(starts[b])} to {int(starts[b + 1])} are its own"
+        )
+    first = starts[:-1] - (q_len.cumsum(0) - q_len) * sizes
+    return {"sparsity_first": first.to(device), "sparsity_bits": _as_words(bits)}
+
+
+def _as_words(bits: Tensor) -> Tensor:
+    """Flat bits as int64 words; packed bits in place, if size and address allow."""
+    if bits.dtype == torch.bool:
+        padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).contiguous()
+        places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+        eights = padded.view(torch.uint8).view(-1, 8) << places
+        bits = torch.sum(eights, dim=-1, dtype=torch.uint8)
+    bits = bits.contiguous()
+    missing = -bits.numel() % 8 if bits.numel() else 8
+    if missing or bits.data_ptr() % 8:
+        copy = bits.new_zeros(bits.numel() + missing)
+        copy[: bits.numel()] = bits
+        bits = copy
+    return bits.view(torch.int64)
 
 
 def tree_words(

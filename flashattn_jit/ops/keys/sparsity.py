@@ -1,4 +1,4 @@
-"""Which keys a query token visits: `fa.BlockSparse`, `fa.TokenSparse` and `fa.Tree`.
+"""Which keys a query token visits: `fa.BlockSparse`, `fa.TokenSparse`, `fa.Tree` and `fa.Bits`.
 
 Sparsity is independent of storage: indices are logical positions, as hooks see them. A token
 visits the keys that its sparsity lists and that the variant's mask keeps.
@@ -94,4 +94,34 @@ class Tree:
     bits: torch.Tensor | Sequence[torch.Tensor]
 
 
-Sparsity = BlockSparse | TokenSparse | Tree
+@dataclass(frozen=True, slots=True, eq=False)
+class Bits:
+    """The pairs of each request as bits, row by row, as in FlashInfer's custom masks.
+
+    Request b has q_len x kv_len bits of its own: query row r sees key c where the bit
+    ``bit_indptr[b] + r * kv_len + c`` is set and the variant's mask keeps the pair; ``fa.Full()``
+    keeps all. No tile is skipped: kernels read the bits of every pair that the variant keeps.
+
+    Args:
+        bits: bool tensor [num_bits], or uint8 [num_bytes] with bit i in bit ``i % 8`` of byte
+            ``i // 8`` (FlashInfer's ``packbits``), on the device of the keys. Packed bits whose
+            size and address are multiples of 8 bytes are read where they are, others are copied.
+        bit_indptr: int32 or int64 cpu tensor [num_requests + 1], ascending: the first bit of each
+            request, then the end. By default the requests' bits follow one another, in packed
+            bits from a new byte on, as FlashInfer's ``segment_packbits`` lays them out (its indptr
+            counts bytes).
+
+    `plan()` raises InputError for another shape or dtype, and names the request that has too few
+    bits.
+
+    Source: Ye et al. 2025, arXiv 2501.01005; ``packed_custom_mask`` of FlashInfer's prefill.
+
+    Example:
+        >>> batch.plan(q_indptr, paged, sparsity=fa.Bits(torch.cat([m.flatten() for m in masks])))
+    """
+
+    bits: torch.Tensor
+    bit_indptr: torch.Tensor | None = None
+
+
+Sparsity = BlockSparse | TokenSparse | Tree | Bits

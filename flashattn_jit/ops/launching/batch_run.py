@@ -13,11 +13,18 @@ from ...variants.binding import Bound, bind, bind_outside_modes
 from ...variants.ir.dtypes import DTYPE_NAMES
 from ...variants.variant import Variant
 from ..arguments import checks
-from ..arguments.calls import Call, bind_tensors, is_aligned, packed_form, paged_form
+from ..arguments.calls import (
+    Call,
+    bind_tensors,
+    given_layouts,
+    is_aligned,
+    packed_form,
+    paged_form,
+)
 from ..keys.storage import check_pages
 from ..planning.batch_params import Params, refuse_mask_params
 from ..planning.batch_plan import Batch, Options, Variation, mask_values, vary
-from .launches import Workspace, check_out, launch, make_launch
+from .launches import Workspace, check_results, launch, make_launch
 
 if TYPE_CHECKING:
     from ..device.plan_memory import DeviceState
@@ -79,10 +86,11 @@ class Planned:
         k: torch.Tensor,
         v: torch.Tensor,
         params: Params,
-        scale: float | None,
+        scale: checks.Scale | None,
         return_lse: bool,
         partial: bool,
         out: torch.Tensor | None,
+        lse: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse) of a batch; lse is None unless requested."""
         batch = self.batch
@@ -103,10 +111,10 @@ class Planned:
         tensors, scalars = variation.values(bound)
         checks.check_grad((q, k, v, *tensors))
         addresses, layouts, held = bind_tensors(variation.known, tensors)
+        return_lse = return_lse or lse is not None
         with_lse = return_lse or (partial and not self.pointwise)
         call = Call(
-            form, batch.lengths, bound.structure, layouts,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device), with_lse,
+            form, batch.lengths, bound.structure, layouts, given_layouts(out, lse), with_lse,
             partial, batch.options.target, int(self.cpu), not unaligned,
         )  # fmt: skip
         ready = variation.launches.get(call)
@@ -114,15 +122,14 @@ class Planned:
             checks.check_lse(return_lse, self.pointwise)
         if ready is None:
             _check_call(self, q, k, v)
-            if out is not None:
-                check_out(out, form, partial, (q, k, v, *tensors))
-            ready = make_launch(variation, call, out, tensors)
+            check_results(out, lse, form, partial, (q, k, v, *tensors))
+            ready = make_launch(variation, call, out, lse, tensors)
             if len(variation.launches) >= _KEPT_LAUNCHES:
                 variation.launches.clear()
             variation.launches[call] = ready
         scale = self.scale if scale is None else checks.check_scale(scale, form.head_dim)
         return launch(
-            variation, ready, q, k, v, out, scale, held, addresses, scalars, self.workspace
+            variation, ready, q, k, v, out, lse, scale, held, addresses, scalars, self.workspace
         )
 
     def check_transforms(self, params: Params) -> None:

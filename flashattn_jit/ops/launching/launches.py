@@ -30,6 +30,7 @@ from ..arguments.calls import (
     Strides,
     bind_tensors,
     contiguous,
+    given_layouts,
     in_order_of,
     is_aligned,
     result_dtype,
@@ -43,10 +44,10 @@ _CPU = torch.device("cpu")
 class Launch:
     """The values that follow from a `Call`, computed at the first one of its kind.
 
-    call: bound to strides. shape, strides, dtype: of the result. out_bytes, input_bytes: extents of
-    a given out and of q, k, v and params, which tell whether they overlap. Computing these at
-    every run was half of its time: 17.9 us a run before, 10.4 after (one token, one head, given
-    out).
+    call: bound to strides. shape, strides, dtype: of the result. out_bytes, lse_bytes, input_bytes:
+    extents of a given out and lse and of q, k, v and params, which tell whether they overlap.
+    Computing these at every run was half of its time: 17.9 us a run before, 10.4 after (one token,
+    one head, given out).
     """
 
     call: _C.BatchCall
@@ -56,21 +57,55 @@ class Launch:
     dtype: torch.dtype
     return_lse: bool
     out_bytes: int
+    lse_bytes: int
     input_bytes: tuple[int, ...]
 
 
-def check_out(out: torch.Tensor, form: Form, partial: bool, inputs: Sequence[torch.Tensor]) -> None:
-    """Raises InputError or GradError unless a given result fits the call and overlaps no input."""
-    dtype = result_dtype(form.dtypes[0], partial)
-    checks.check_out_layout(out, form.result_shape, dtype, form.device)
-    checks.check_out_grad(out)
-    checks.check_apart(out, checks.extent(out), inputs, [checks.extent(t) for t in inputs])
+def check_results(
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    form: Form,
+    partial: bool,
+    inputs: Sequence[torch.Tensor],
+) -> None:
+    """Raises InputError or GradError unless given results fit the call and overlap no tensor."""
+    shape, dtype = form.result_shape, result_dtype(form.dtypes[0], partial)
+    if out is not None:
+        checks.check_out_layout(out, shape, dtype, form.device)
+    if lse is not None:
+        checks.check_out_layout(lse, shape[:-1], torch.float32, form.device, "lse")
+    out_bytes, lse_bytes = (0 if t is None else checks.extent(t) for t in (out, lse))
+    sizes = [checks.extent(t) for t in inputs]
+    _check_written(out, lse, out_bytes, lse_bytes, inputs, sizes)
+
+
+def _check_written(
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    out_bytes: int,
+    lse_bytes: int,
+    inputs: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+) -> None:
+    """Raises InputError or GradError for given results that autograd tracks or that overlap."""
+    if out is not None:
+        checks.check_out_grad(out)
+        checks.check_apart(out, out_bytes, inputs, sizes)
+    if lse is not None:
+        checks.check_out_grad(lse, "lse")
+        checks.check_apart(lse, lse_bytes, inputs, sizes, "lse")
+        if out is not None:
+            checks.check_apart(lse, lse_bytes, (out,), (out_bytes,), "lse", "out")
 
 
 def make_launch(
-    plan: Variation, call: Call, out: torch.Tensor | None, params: Sequence[torch.Tensor]
+    plan: Variation,
+    call: Call,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    params: Sequence[torch.Tensor],
 ) -> Launch:
-    """The launch of a planned call, whose `out` was checked.
+    """The launch of a planned call, whose `out` and `lse` were checked.
 
     Raises InputError for a stride or size that is too large for a kernel.
     """
@@ -82,7 +117,7 @@ def make_launch(
         strides = in_order_of(form.q_shape, form.strides[0], form.head_dim_v)
     else:
         strides = contiguous(shape)
-    rows = contiguous(shape[:-1])
+    rows = contiguous(shape[:-1]) if lse is None else lse.stride()
     kv_requests, kv_rows = form.kv_extents
     try:
         bound = plan.core.bind(
@@ -105,7 +140,7 @@ def make_launch(
         raise InputError(str(error)) from None
     return Launch(
         bound, bool(call.num_threads), shape, strides, dtype, call.return_lse,
-        0 if out is None else checks.extent(out),
+        0 if out is None else checks.extent(out), 0 if lse is None else checks.extent(lse),
         (*form.input_bytes, *(checks.extent(t) for t in params)),
     )  # fmt: skip
 
@@ -124,6 +159,7 @@ def launch(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor | None,
+    lse: torch.Tensor | None,
     scale: float,
     params: Sequence[torch.Tensor],
     addresses: tuple[int, ...],
@@ -137,7 +173,7 @@ def launch(
     CUDA the launch is enqueued on torch's current stream, without synchronisation.
 
     Raises:
-        InputError: `out` shares memory with an input.
+        InputError: `out` or `lse` shares memory with an input.
         LaunchError: CUDA refused the launch.
         EmulatorFault: on an emulated target, a kernel made an illegal access or another error.
     """
@@ -147,12 +183,11 @@ def launch(
     if out is None:
         result = torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=device)
     else:
-        checks.check_out_grad(out)
-        inputs = (q, k, v, *params[: len(ready.input_bytes) - 3])
-        checks.check_apart(out, ready.out_bytes, inputs, ready.input_bytes)
         result = out
-    lse = None
-    if ready.return_lse:
+    if out is not None or lse is not None:
+        inputs = (q, k, v, *params[: len(ready.input_bytes) - 3])
+        _check_written(out, lse, ready.out_bytes, ready.lse_bytes, inputs, ready.input_bytes)
+    if lse is None and ready.return_lse:
         lse = torch.empty(ready.shape[:-1], dtype=torch.float32, device=device)
     space, space_address = workspace.take(plan.native.workspace_bytes)
     if ready.cpu:
@@ -201,10 +236,11 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    scale: float | None = None,
+    scale: checks.Scale | None = None,
     return_lse: bool = False,
     partial: bool = False,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     target: str | None = None,
     swap: Swap | None = None,
     direct: bool = True,
@@ -213,8 +249,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse) of a dense or packed call with known `requests`; lse is None unless requested.
 
-    scale, return_lse, partial, out, target: as for `fa.attention`. swap: see `bind`. direct: the
-    result of `is_direct` for q, k and v. block_states: uint8 [batch, num_q_heads, q blocks, kv
+    scale, return_lse, partial, out, lse, target: as for `fa.attention`. swap: see `bind`. direct:
+    the result of `is_direct` for q, k and v. block_states: uint8 [batch, num_q_heads, q blocks, kv
     blocks] of `BlockMask` states, with block_size (q_block, kv_block).
 
     Raises:
@@ -224,6 +260,7 @@ def attend(
     bound = (bind if direct else bind_outside_modes)(variant, requests.dims, params, swap)
     known = bound.structure
     checks.check_grad((q, k, v, *bound.tensors))
+    return_lse = return_lse or lse is not None
     checks.check_lse(return_lse, known.pointwise)
     return_lse = return_lse or (partial and not known.pointwise)
     scale = checks.check_scale(scale, form.head_dim)
@@ -235,12 +272,14 @@ def attend(
         mask = BlockMaskLayout(tuple(block_states.shape), block_states.stride(), *block_size)
     if out is not None:
         checks.check_readable("out", out)
+    if lse is not None:
+        checks.check_readable("lse", lse)
     call = Call(
         form,
         requests.lengths,
         known,
         layouts,
-        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+        given_layouts(out, lse),
         return_lse,
         partial,
         target,
@@ -251,18 +290,18 @@ def attend(
     )
     found = _launches.get(call)
     if found is None:
-        if out is not None:
-            check_out(out, form, partial, (q, k, v, *bound.tensors))
+        check_results(out, lse, form, partial, (q, k, v, *bound.tensors))
         plan = _plan(call, requests, bound, variant.name)
-        made = plan, make_launch(plan, call, out, bound.tensors)
+        made = plan, make_launch(plan, call, out, lse, bound.tensors)
         found = _launches.keep(call, made, requests.size)
     plan, ready = found
     workspace = _workspaces.get(form.device)
     if workspace is None:
         workspace = _workspaces.setdefault(form.device, Workspace(None, form.device))
     return launch(
-        plan, ready, q, k, v, out, scale, held, addresses, bound.scalars, workspace, block_states
-    )
+        plan, ready, q, k, v, out, lse, scale, held, addresses, bound.scalars, workspace,
+        block_states,
+    )  # fmt: skip
 
 
 def _plan(call: Call, requests: Requests, bound: Bound, name: str) -> Variation:

@@ -27,7 +27,8 @@ Strides3 = tuple[int, int, int]
 class UtilityWork:
     """The work of a utility kernel: its spec, its requests and its `fajit_work` items [n, 8].
 
-    out_strides, lse_strides: of results that are written row by row.
+    out_strides, lse_strides: of results that are written row by row. scalar_kinds: see
+    `_C.BatchCall.bind`.
     """
 
     spec: UtilitySpec
@@ -38,6 +39,7 @@ class UtilityWork:
     out_strides: Strides3 = (0, 0, 0)
     lse_strides: Strides3 | None = None
     num_pages: int = 0
+    scalar_kinds: str = ""
 
 
 _plans: Recent[tuple[object, ...], tuple[_C.BatchCall, DeviceBlock]] = Recent(64)
@@ -86,6 +88,7 @@ def _plan(work: UtilityWork, target: str, device: torch.device) -> tuple[_C.Batc
     call = core.bind(
         strides=(none, none, none, work.out_strides, work.lse_strides or none),
         layouts=work.tensors,
+        scalar_kinds=work.scalar_kinds,
         num_pages=work.num_pages,
         flags=0 if work.lse_strides is None else _C.WRITE_LSE,
     )

@@ -46,15 +46,16 @@ def states(
     params: Values,
     arguments: Values,
     out: Any,
+    given_lse: Any,
     pointwise: bool | None = None,
 ) -> Any:
     """A call whose result is out, or (out, lse): of `attention`, `varlen_attention` or a batch.
 
-    arguments: the named arguments of the ordinary call, except the variant, its params and `out`.
-    pointwise: whether the variant has no lse, if known.
+    arguments: the named arguments of the ordinary call, except the variant, its params, `out` and
+    `lse`. pointwise: whether the variant has no lse, if known.
     """
-    return_lse, partial = arguments["return_lse"], arguments["partial"]
-    with_lse = return_lse
+    partial = arguments["partial"]
+    with_lse = return_lse = arguments["return_lse"] or given_lse is not None
 
     def flags(no_lse: bool) -> list[bool]:
         nonlocal with_lse
@@ -63,7 +64,7 @@ def states(
         return [partial, with_lse]
 
     named = {"q": q, "k": k, "v": v}
-    result, lse = _call(op, named, variant, params, arguments, flags, out)
+    result, lse = _call(op, named, variant, params, arguments, flags, (out, given_lse))
     return (result, lse) if with_lse else result
 
 
@@ -77,21 +78,22 @@ def batch(
     return_lse: bool,
     partial: bool,
     out: Any,
+    lse: Any,
 ) -> Any:
     """`BatchAttention.run` as one op, which looks up the object, its variant and its plan when it
     runs: a new plan does not change a graph."""
     number = owner.number
-    if is_traced((q, k, v, out, *params.values())):
+    if is_traced((q, k, v, scale, out, lse, *params.values())):
         if _use() == "exported":
             from . import graphs  # imports Dynamo
 
             number = graphs.exported_number(owner)
     else:
-        owner.check_placed(q, k, v, out)
+        owner.check_placed(q, k, v, out, lse)
         if _is_transformed():
             owner.in_force().check_transforms(params)
     arguments = {"batch": number, "scale": scale, "return_lse": return_lse, "partial": partial}
-    return states("batch_attention", q, k, v, None, params, arguments, out, owner.pointwise)
+    return states("batch_attention", q, k, v, None, params, arguments, out, lse, owner.pointwise)
 
 
 def flex(
@@ -156,11 +158,28 @@ def append(
 
 
 def merge(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], target: str | None
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    target: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge.merge` as one op."""
-    is_traced((*outs, *lses))
-    return _run(_OPS.merge_states, (outs, lses), target=target)  # type: ignore[no-any-return]
+    """`merge.merge_into` as one op."""
+    is_traced([x for x in (*outs, *lses, mask, out, lse) if x is not None])
+    if out is None and lse is None:
+        return _run(  # type: ignore[no-any-return]
+            _OPS.merge_states, (outs, lses), mask=mask, dtype=dtype, target=target
+        )
+    if not torch.compiler.is_dynamo_compiling():
+        _refuse_functionalize("out or lse", (out, lse))
+    if out is None:
+        out = outs[0].new_empty(outs[0].shape, dtype=dtype)
+    if lse is None:
+        lse = outs[0].new_empty(outs[0].shape[:-1] if lses else (0,))
+    _run(_OPS.merge_states_out, (outs, lses, mask, out, lse), target=target)
+    return out, lse
 
 
 # --- one call ------------------------------------------------------------------------------------
@@ -173,31 +192,31 @@ def _call(
     params: Values,
     arguments: Values,
     flags: Flags,
-    out: Any = None,
+    results: tuple[Any, Any] = (None, None),
 ) -> Sequence[torch.Tensor]:
-    """The results of a call; a given `out` is the first."""
-    values = (*named.values(), out, *arguments.values(), *params.values())
+    """The results of a call. results: given out and lse, which are the first two of them."""
+    values = (*named.values(), *results, *arguments.values(), *params.values())
     if not (is_traced(values) or _is_transformed()):
         # The call runs now; its arguments are stored in its site.
         q, k, v = named.values()
-        if not _fit_an_op([q, k, v] if out is None else [q, k, v, out]):
+        if not _fit_an_op([q, k, v, *(x for x in results if x is not None)]):
             call = sites.UserCall(variant, dict(params), dict(arguments), None, {})
-            return definitions.OPS[op].run(q, k, v, call, out)
+            return definitions.OPS[op].run(q, k, v, call, *results)
         pointwise = not isinstance(variant, Hooks) and is_pointwise(as_variant(variant))
         number = sites.once(variant, params, arguments)
         site_inputs: tuple[Any, ...] = ([], definitions.NO_FLOATS, [], number, flags(pointwise))
-        return _results(op, (q, k, v, *site_inputs), out, number)
+        return _results(op, (q, k, v, *site_inputs), results, number)
     if not torch.compiler.is_dynamo_compiling():
-        _refuse_functionalize("out", (out,))
+        _refuse_functionalize("out or lse", results)
     from . import graphs  # imports Dynamo
 
     use = _use()
     info, inputs = graphs.inputs(use, variant, params, arguments)
     if torch.compiler.is_dynamo_compiling():
         # The op of a refusal would not run if only derivatives are used.
-        for why in derivatives((*named.values(), out, *inputs.tensors)):
+        for why in derivatives((*named.values(), *results, *inputs.tensors)):
             raise GradError(why)
-    problem = _problem(named, inputs.tensors, out)
+    problem = _problem(named, inputs.tensors, results)
     if use == "once" and _is_transformed():
         problem = problem or _lost_transform((*values, *inputs.tensors))
     if problem is not None:
@@ -205,15 +224,20 @@ def _call(
             sites.release(info.number)
         inputs = graphs.Inputs([], definitions.NO_FLOATS, [], graphs.refusal(use, *problem))
         named = {name: _placeholder(x) for name, x in named.items()}
-        out = out if isinstance(out, torch.Tensor) else None
-    return _results(op, (*named.values(), *inputs, flags(info.pointwise)), out, inputs.site)
+        out, lse = (x if isinstance(x, torch.Tensor) else None for x in results)
+        results = (out, lse)
+    return _results(op, (*named.values(), *inputs, flags(info.pointwise)), results, inputs.site)
 
 
-def _results(op: str, given: Sequence[Any], out: Any, number: int) -> Sequence[torch.Tensor]:
-    if out is None:
+def _results(
+    op: str, given: Sequence[Any], results: tuple[Any, Any], number: int
+) -> Sequence[torch.Tensor]:
+    out, lse = results
+    if out is None and lse is None:
         found = _run(getattr(_OPS, op), given, number)
         return (found,) if isinstance(found, torch.Tensor) else found
-    return out, _run(getattr(_OPS, f"{op}_out"), (*given, out), number)
+    found = _run(getattr(_OPS, f"{op}_out"), (*given, out, lse), number)
+    return found[0] if out is None else out, found[1] if lse is None else lse
 
 
 def _run(op: Any, given: Sequence[Any], site: int = -1, **more: Any) -> Any:
@@ -229,14 +253,18 @@ def _run(op: Any, given: Sequence[Any], site: int = -1, **more: Any) -> Any:
 # --- checks --------------------------------------------------------------------------------------
 
 
-def _problem(named: Values, tensors: Sequence[torch.Tensor], out: Any) -> tuple[str, str] | None:
+def _problem(
+    named: Values, tensors: Sequence[torch.Tensor], results: tuple[Any, Any]
+) -> tuple[str, str] | None:
     """The class and message of the error for inputs that the op's schema cannot represent, and for
     gradients, which only the tracer sees; None if there is none."""
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             return "InputError", f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
-    if out is not None and not isinstance(out, torch.Tensor):
-        return "InputError", f"out must be a torch.Tensor or None, got {type(out).__name__}"
+    for name, result in zip(("out", "lse"), results, strict=True):
+        if result is not None and not isinstance(result, torch.Tensor):
+            got = type(result).__name__
+            return "InputError", f"{name} must be a torch.Tensor or None, got {got}"
     if torch.is_grad_enabled():
         for tensor in (*named.values(), *tensors):
             if tensor.requires_grad:

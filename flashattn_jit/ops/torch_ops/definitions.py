@@ -32,7 +32,7 @@ class Op(NamedTuple):
     """The op of a kind of call. Shapes of results depend on the inputs' and on `flags`: (partial,
     with_lse) of attention and batches, (want_lse, want_max) of flex, (enable_gqa,) of SDPA."""
 
-    run: Callable[[Tensor, Tensor, Tensor, UserCall, Tensor | None], Results]
+    run: Callable[[Tensor, Tensor, Tensor, UserCall, Tensor | None, Tensor | None], Results]
     shapes: Callable[[Tensor, Tensor, Tensor, Sequence[bool]], Results]
     returns: str
     has_out: bool = False
@@ -60,14 +60,14 @@ def define(
 
 
 def define_call(name: str, op: Op) -> None:
-    """Define the op of a call, and its form with `out` where it has one."""
+    """Define the op of a call, and its form with given results where it has one."""
     OPS[name] = op
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
-        tensors, floats, ints, site, _, *out = rest
+        tensors, floats, ints, site, _, *given = rest
         # An AOTInductor package (torch 2.13) passes None for an empty list.
         call = sites.call_of(site, tensors or (), floats, ints or ())
-        return op.run(q, k, v, call, *(out or (None,)))
+        return op.run(q, k, v, call, *(given or (None, None)))
 
     def shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
         return op.shapes(q, k, v, rest[4])
@@ -77,9 +77,16 @@ def define_call(name: str, op: Op) -> None:
     else:
         define(f"{name}({_INPUTS})", run, shapes, op.returns)
     if op.has_out:
+
+        def written(found: Results, *given: Tensor | None) -> Results:
+            """The results, empty where they are given: those are not returned."""
+            pairs = zip(found, given, strict=True)
+            return tuple([x if t is None else x.new_empty(0) for x, t in pairs])
+
         define(
-            f"{name}_out({_INPUTS}, Tensor(a!) out)",
-            lambda *x: run(*x)[1], lambda *x: shapes(*x)[1], "Tensor",
+            f"{name}_out({_INPUTS}, Tensor(a!)? out, Tensor(b!)? lse)",
+            lambda *x: written(run(*x), *x[-2:]), lambda *x: written(shapes(*x), *x[-2:]),
+            op.returns,
         )  # fmt: skip
 
 

@@ -295,7 +295,8 @@ def call_of(module: _C.Module, q_len: tuple[int, ...] = (3, 0, 2)) -> _C.BatchCa
     none = (0, 0, 0)
     return core.bind(
         strides=(none, none, none, (0, 0, 2), (0, 0, 1)), num_pages=9, flags=_C.WRITE_LSE,
-        layouts=(((1, 1, 5, 2), (10, 10, 2, 1)), ((1, 1, 5), (5, 5, 1))),
+        layouts=(((1, 1, 5, 2), (10, 10, 2, 1)), ((1, 1, 5), (5, 5, 1)), ((0, 0, 0), (0, 0, 1))),
+        scalar_kinds="i",
     )  # fmt: skip
 
 
@@ -321,7 +322,8 @@ def test_the_device_block_holds_lengths_pages_and_work_at_multiples_of_16(
 def test_launches_are_data_without_a_driver(merge_module: _C.Module) -> None:
     call = call_of(merge_module)
     values = {"q": 1, "k": 1, "v": 1, "out": 64, "lse": 128, "scale": 1.0, "num_threads": 1,
-              "tensors": (256, 512), "page_indices": 8, "device_block": 1024}  # fmt: skip
+              "tensors": (256, 512, 0), "scalars": (0,), "page_indices": 8,
+              "device_block": 1024}  # fmt: skip
     ((module, (kernel, grid, block, shared_bytes, params, overlaps)),) = call.plan_launches(
         **values
     )
@@ -334,7 +336,7 @@ def test_launches_are_data_without_a_driver(merge_module: _C.Module) -> None:
         ({"device_block": 0}, "device_block has address 0"),
         ({"device_block": 1032}, "device_block must be aligned to 16"),
         ({"page_indices": 0}, "page_indices has address 0"),
-        ({"tensors": (256, 0)}, "param tensor 1 has address 0"),
+        ({"tensors": (256, 0, 0)}, "param tensor 1 has address 0"),
         ({"out": 0}, "out has address 0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -370,7 +372,9 @@ def test_a_token_whose_units_do_not_fit_32_bits_is_refused(heads: int, fits: boo
 def test_a_failed_launch_names_kernel_grid_and_artifact(merge_module: _C.Module) -> None:
     call = call_of(merge_module)
     with pytest.raises(LaunchError, match=r"fajit_merge_states_kernel with grid \(2, 1, 1\)") as e:
-        call.launch(1, 1, 1, 64, 128, 1.0, 1, (256, 512), page_indices=8, device_block=1024)
+        call.launch(
+            1, 1, 1, 64, 128, 1.0, 1, (256, 512, 0), (0,), page_indices=8, device_block=1024
+        )
     assert merge_module.path in str(e.value) and "cuda" in str(e.value)
     with pytest.raises(LaunchError, match="cannot be loaded on device 0: there is no CUDA driver"):
         merge_module.load(0)

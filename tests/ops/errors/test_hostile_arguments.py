@@ -108,6 +108,8 @@ def _append(**changed: Any) -> Any:
     return fa.append_paged_kv(**{**fields, "q_indptr": indptr, "paged": paged(), **changed})
 
 
+BITS = torch.ones(64, dtype=torch.bool)
+
 # By name: a call, and its arguments, each with a right value.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "attention": (
@@ -122,7 +124,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         ),
         {"q": packed, "k": packed, "v": packed, "q_indptr": indptr, "kv_indptr": indptr,
          "variant": None, "max_q_len": 8, "max_kv_len": 8, "q_offset": torch.tensor([0]),
-         "out": packed, "target": None},
+         "out": packed, "lse": torch.zeros(8, 2), "target": None},
     ),
     "flex_attention": (
         lambda **c: fa.flex_attention(**{"query": q, "key": q, "value": q, **c}),
@@ -136,7 +138,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "merge_states": (
         lambda **c: fa.merge_states(**{"outs": [q, q], "lses": [lse, lse], **c}),
-        {"outs": q, "lses": lse, "target": None},
+        {"outs": q, "lses": lse, "dtype": None, "out": q, "lse": lse,
+         "mask": torch.ones(1, 2, 8, dtype=torch.bool), "target": None},
     ),
     "merge_states of one": (
         lambda out=q, lse=lse: fa.merge_states([q, out], [lse, lse]), {"out": q, "lse": lse},
@@ -161,7 +164,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "run": (
         _run,
         {"q": packed, "k": packed, "v": packed, "scale": 1.0, "return_lse": False,
-         "partial": False, "out": packed, "surprise": 1},
+         "partial": False, "out": packed, "lse": torch.zeros(8, 2), "surprise": 1},
     ),
     "Paged": (
         _paged,
@@ -178,6 +181,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "TokenSparse": (
         lambda indices=indptr: _plan(sparsity=fa.TokenSparse(indices)),
         {"indices": torch.zeros(8, 1, dtype=torch.int64)},
+    ),
+    "Bits": (
+        lambda bits=BITS, bit_indptr=None: _plan(sparsity=fa.Bits(bits, bit_indptr)),
+        {"bits": BITS, "bit_indptr": torch.tensor([0, 64])},
     ),
     "Tree": (
         lambda bits=indptr: _plan(sparsity=fa.Tree(bits)), {"bits": torch.zeros(1, 8, 8).bool()},

@@ -101,6 +101,7 @@ INTEGERS: dict[str, tuple[Callable[[Any], Any], torch.Tensor, str]] = {
     "TokenSparse": (
         lambda x: plan(fa.TokenSparse(x)), torch.zeros(8, 1, dtype=torch.int64), "TokenSparse",
     ),
+    "Bits": (lambda x: plan(fa.Bits(x)), torch.zeros(64, dtype=torch.bool), r"Bits\.bits"),
     "Tree": (
         lambda x: plan(fa.Tree(x)), torch.zeros(1, 8, 1, dtype=torch.int64), r"Tree\.bits",
     ),

@@ -121,7 +121,12 @@ def test_attention_out(return_lse: bool) -> None:
     def call(q, k, v, out):
         return fa.attention(q, k, v, SLIDING, out=out, return_lse=return_lse)
 
-    check("attention_out", call, *dense(), torch.empty(2, 4, 40, D))
+    def call_with_lse(q, k, v, lse, out=None):
+        return fa.attention(q, k, v, SLIDING, out=out, lse=lse)
+
+    out, lse = torch.empty(2, 4, 40, D), torch.empty(2, 4, 40)
+    check("attention_out", call, *dense(), out)
+    check("attention_out", call_with_lse, *dense(), lse, out if return_lse else None)
 
 
 def _packed_inputs() -> tuple[torch.Tensor, ...]:
@@ -183,6 +188,16 @@ def test_merge_states(with_lse: bool) -> None:
     outs = [torch.randn(2, 4, 40, D) for _ in range(3)]
     lses = [torch.randn(2, 4, 40) for _ in range(3)] if with_lse else []
     opcheck(OPS.merge_states.default, (outs, lses))
+    mask = torch.rand(2, 4, 40) < 0.5
+    opcheck(OPS.merge_states.default, (outs, lses), {"mask": mask, "dtype": torch.float16})
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_merge_states_out(with_lse: bool) -> None:
+    outs = [torch.randn(2, 4, 40, D) for _ in range(3)]
+    lses = [torch.randn(2, 4, 40) for _ in range(3)] if with_lse else []
+    out, lse = torch.empty_like(outs[0]), torch.empty(2, 4, 40) if with_lse else torch.empty(0)
+    opcheck(OPS.merge_states_out.default, (outs, lses, torch.rand(2, 4, 40) < 0.5, out, lse))
 
 
 def test_append_paged_kv() -> None:
