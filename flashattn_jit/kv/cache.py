@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError, OutOfPages, SequenceError
-from ..ops.arguments.checks import INT32_MAX, check_int, shown
+from ..ops.arguments.checks import INT32_MAX, check_device, check_int, shown
 from .copies import Saved
 from .costs import recompute_ns
 from .int_buffer import Ints
@@ -97,7 +97,7 @@ class Cache:
                 f"eviction must be a policy such as fa.kv.LRU(), got {shown(eviction)}"
             )
         self.layout: Layout = layout
-        self.device = torch.device(device)
+        self.device = check_device(device)
         self._eviction, self._clock = eviction, clock
         self.masks = [MaskPages(g, spec.page_size, self.max_kv_len) for g in spec.groups]
         self.pools = [

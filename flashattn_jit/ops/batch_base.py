@@ -80,7 +80,7 @@ class BatchBase:
         self._variant = as_variant(variant)
         self.pointwise = is_pointwise(self._variant)  # then runs have no lse
         self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
-        own = _device(device)
+        own = checks.check_device(device)
         kv_dtype = q_dtype if kv_dtype is None else kv_dtype
         for name, dtype, allowed in (
             ("q_dtype", q_dtype, Q_DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES),
@@ -391,34 +391,6 @@ def by_number(number: int) -> BatchBase:
 
 def _made_again(kind: type[BatchBase], variant: Variant, options: Mapping[str, Any]) -> BatchBase:
     return kind(variant, **options)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    """The device, with its index on CUDA. Raises InputError."""
-    if not isinstance(device, str | int | torch.device):
-        raise InputError(
-            f'device must be a torch.device or a name such as "cpu", got {type(device).__name__}'
-        )
-    try:
-        own = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"device={device!r} is unknown: {error}") from None
-    if own.type not in ("cpu", "cuda"):
-        raise InputError(f"device={device!r}: kernels run on cpu and cuda")
-    if own.type == "cpu":
-        return own
-    count = torch.cuda.device_count()
-    index = own.index
-    if torch.version.cuda is None or not count or (index is not None and index >= count):
-        found = (
-            "this torch is built without CUDA" if torch.version.cuda is None else
-            f"torch finds {count} CUDA devices"
-        )  # fmt: skip
-        raise InputError(
-            f'device="{own}", but {found}; pass device="cpu", with target="emulated:sm_80" to '
-            "run CUDA kernels in the emulator"
-        )
-    return torch.device("cuda", torch.cuda.current_device()) if index is None else own
 
 
 def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:

@@ -129,6 +129,34 @@ def check_devices(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+def check_device(device: object) -> torch.device:
+    """The device, with its index on CUDA. Raises InputError."""
+    if not isinstance(device, str | int | torch.device):
+        raise InputError(
+            f'device must be a torch.device or a name such as "cpu", got {type(device).__name__}'
+        )
+    try:
+        own = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"device={device!r} is unknown: {error}") from None
+    if own.type not in ("cpu", "cuda"):
+        raise InputError(f"device={device!r}: kernels run on cpu and cuda")
+    if own.type == "cpu":
+        return own
+    count = torch.cuda.device_count()
+    index = own.index
+    if torch.version.cuda is None or not count or (index is not None and index >= count):
+        found = (
+            "this torch is built without CUDA" if torch.version.cuda is None else
+            f"torch finds {count} CUDA devices"
+        )  # fmt: skip
+        raise InputError(
+            f'device="{own}", but {found}; pass device="cpu", with target="emulated:sm_80" to '
+            "run CUDA kernels in the emulator"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if index is None else own
+
+
 def check_head_dims(head_dim: int, k_head_dim: int, head_dim_v: int) -> None:
     """Raises InputError unless q and k have one head_dim and both head dims are in range."""
     if head_dim != k_head_dim:

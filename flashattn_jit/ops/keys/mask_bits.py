@@ -107,7 +107,7 @@ def flat_params(
     if bits.device.type != device.type:
         raise InputError(f"Bits.bits are on {bits.device}, the batch on {device}; move them there")
     is_packed = bits.dtype == torch.uint8
-    q_len, sizes = torch.tensor(q_lens, dtype=torch.int64), torch.tensor(kv_lens).long()
+    q_len, sizes = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (q_lens, kv_lens))
     counts = q_len * sizes
     if bit_indptr is None:
         steps = (counts + 7) // 8 * 8 if is_packed else counts
