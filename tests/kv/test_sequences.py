@@ -333,7 +333,8 @@ def test_tokens_that_are_none(tokens: object) -> None:
     ("name", "value"),
     [
         ("num_pages", 0), ("num_pages", [1, 2]), ("max_kv_len", 0), ("layout", "flat"),
-        ("eviction", fa.kv.LRU), ("lookback", -1), ("spec", None), ("device", "foo"), ("device", "meta"),
+        ("eviction", fa.kv.LRU), ("lookback", -1), ("spec", None),
+        ("device", "foo"), ("device", "meta"),
     ],
 )  # fmt: skip
 def test_caches_that_are_none(name: str, value: object) -> None:
