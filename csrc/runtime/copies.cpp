@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #include "host/fork_guard.h"
 
@@ -14,6 +17,31 @@ constexpr int64_t kBytesPerThread = 512 * 1024;
 // Pieces longer than this are cut, so that a few long ones occupy all threads.
 constexpr int64_t kMostBytes = 256 * 1024;
 
+// Stores go past the caches in calls of this many bytes and in pieces of this many: then what is
+// copied does not stay in the caches anyway. 33 MB in pieces of 512 KB: 13.5 -> 18.5 GB/s (Sapphire
+// Rapids, 2 cores); 8 MB, or pieces of 8 KB, were slower.
+constexpr int64_t kStreamedBytes = 16 * 1024 * 1024, kStreamedPiece = 64 * 1024;
+
+// memcpy whose stores go past the caches, so that no line of the destination is read first.
+void stream(char* destination, const char* source, int64_t bytes) {
+#if defined(__x86_64__)
+  if (reinterpret_cast<uintptr_t>(destination) % 16 == 0) {
+    const int64_t lines = bytes / 64 * 64;
+    for (int64_t at = 0; at < lines; at += 64) {
+      __m128i part[4];
+      for (int i = 0; i < 4; ++i)
+        part[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + at) + i);
+      for (int i = 0; i < 4; ++i)
+        _mm_stream_si128(reinterpret_cast<__m128i*>(destination + at) + i, part[i]);
+    }
+    std::memcpy(destination + lines, source + lines, static_cast<size_t>(bytes - lines));
+    _mm_sfence();
+    return;
+  }
+#endif
+  std::memcpy(destination, source, static_cast<size_t>(bytes));
+}
+
 }  // namespace
 
 void copy_pieces(const int64_t* sources, const int64_t* destinations, int64_t count,
@@ -23,6 +51,7 @@ void copy_pieces(const int64_t* sources, const int64_t* destinations, int64_t co
   const int64_t parts = count * cuts;
   const int64_t useful = std::min(parts, count * piece_bytes / kBytesPerThread);
   const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, num_threads));
+  const bool streamed = piece_bytes >= kStreamedPiece && count * piece_bytes >= kStreamedBytes;
   if (threads > 1) before_parallel_region();
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t part = 0; part < parts; ++part) {
@@ -30,7 +59,11 @@ void copy_pieces(const int64_t* sources, const int64_t* destinations, int64_t co
     const int64_t bytes = std::min(kMostBytes, piece_bytes - begin);
     const auto* source = reinterpret_cast<const char*>(sources[part / cuts]);
     auto* destination = reinterpret_cast<char*>(destinations[part / cuts]);
-    std::memcpy(destination + begin, source + begin, static_cast<size_t>(bytes));
+    if (streamed) {
+      stream(destination + begin, source + begin, bytes);
+    } else {
+      std::memcpy(destination + begin, source + begin, static_cast<size_t>(bytes));
+    }
   }
 }
 

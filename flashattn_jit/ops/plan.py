@@ -7,7 +7,6 @@ from typing import NoReturn
 
 from ..errors import InputError
 from ..late_binding import upper
-from ..planner.tiles import merge_cost
 from .launching.batch_run import Planned
 
 
@@ -30,8 +29,7 @@ class Plan:
     def predicted_ns(self) -> float:
         """What the planner expects a run to take, in nanoseconds, on an idle machine."""
         first = self._planned.first
-        merge = merge_cost(first.batch.options.target) if first.native.num_merges else 0.0
-        return first.native.critical_ns + merge
+        return first.native.critical_ns + first.merge_ns
 
     def explain(self) -> str:
         """Tables, as text, of the kernels chosen, the reasons, and the balance of the work."""

@@ -386,6 +386,9 @@ _CUDA_ITEM_NS = 2000.0
 the stored rows: three dependent loads from device memory (work item, then q and page table, then
 keys) of 500 to 800 ns under load, and the reduction over warps."""
 
+_CUDA_PARTIAL_NS = 0.5
+"""The same for a block, of about its share of 3 TB/s for 8 bytes an element. Not measured."""
+
 _CUDA_MERGE_NS = 3000.0
 """A short kernel more in a stream or graph: from the end of the previous kernel to its end."""
 
@@ -402,6 +405,9 @@ on an H100: 0.65 at head_dim 128)."""
 
 _CPU_ITEM_NS = 1000.0
 _CPU_MERGE_NS = 2000.0  # a barrier of the thread team and a second call into the artifact
+_CPU_PARTIAL_NS = 2.5
+"""A core's time for an element of a partial state, written, read and added: 300 ns for 128 of them.
+Measured as the time that cascades of 64 shared keys take above flat plans (benchmarks.kv)."""
 _CUDA_LEAST_PART = 256
 """Keys of prefill. The smallest chunk of FlashInfer and FlashAttention 3: with fewer keys a partial
 state costs more to write and merge than its keys cost to read."""
@@ -509,6 +515,13 @@ def coefficients(spec: KernelSpec, target: str, device: Device | None = None) ->
 def merge_cost(target: str) -> float:
     """The cost of merging in nanoseconds, besides reading states: a launch, or a barrier."""
     return _CUDA_MERGE_NS if is_cuda(compiled_target(target)) else _CPU_MERGE_NS
+
+
+def partial_rows_cost(target: str, rows: int, head_dim_v: int, workers: int) -> float:
+    """Nanoseconds to write and merge partial rows, shared out to the workers."""
+    cuda = is_cuda(compiled_target(target))
+    each = _CUDA_PARTIAL_NS if cuda else _CPU_PARTIAL_NS
+    return rows * head_dim_v * each / max(1, workers)
 
 
 def least_part(spec: KernelSpec) -> int:

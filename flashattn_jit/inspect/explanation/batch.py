@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ...env import format_bytes
 from ...ops.launching.batch_run import Planned
 from ...ops.planning.batch_plan import KINDS, Kernel, Variation
-from ...planner.tiles import Problem, candidates, merge_cost
+from ...planner.tiles import Problem, candidates
 from ...variants.ir.dtypes import DTYPE_NAMES
 from ..table import si, table
 from .tiles import OPAQUE_MASK
@@ -128,7 +128,7 @@ def _balance(planned: Variation, launches: list[LaunchWork]) -> list[str]:
     mean = native.total_ns / max(1, workers)
     ratio = f"{native.critical_ns / mean:.3f} of the mean" if mean else "no work"
     shared = ", threads share the lists of both kinds" if options.cpu else ""
-    merge_ns = merge_cost(options.target) if native.num_merges else 0.0
+    merge_ns = planned.merge_ns
     lines += [
         f"  critical path {_time(native.critical_ns)}, {ratio}{shared}",
         f"  splits: a row's keys in at most {native.most_splits} parts, {native.num_merges} "

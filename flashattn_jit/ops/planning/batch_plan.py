@@ -32,6 +32,7 @@ from ...planner.tiles import (
     item_rows,
     least_part,
     merge_cost,
+    partial_rows_cost,
 )
 from ...variants.binding import Bound, Structure
 from ...variants.ir.dtypes import DTYPE_NAMES
@@ -376,6 +377,16 @@ class Variation:
     block: Any = None
     launches: dict[Call, Any] = field(default_factory=dict)
     pointers: tuple[int, int] = (0, 0)  # of page_indices and key_blocks
+
+    @property
+    def merge_ns(self) -> float:
+        """What merging partial states should take, in nanoseconds."""
+        native, options = self.native, self.batch.options
+        if not native.num_merges:
+            return 0.0
+        workers = round(native.total_ns / native.critical_ns) if native.critical_ns else 1
+        rows = partial_rows_cost(options.target, native.partial_rows, options.head_dim_v, workers)
+        return merge_cost(options.target) + rows
 
     def commit(self, state: DeviceState | None) -> None:
         """Copy the plan to its device. state: the object's `DeviceState`, None on CPUs."""
