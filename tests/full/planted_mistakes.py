@@ -28,6 +28,7 @@ class Mistake:
 
 VARIANTS, OPS = "flashattn_jit/variants", "flashattn_jit/ops"
 JIT, DEPLOY = "flashattn_jit/jit", "flashattn_jit/deploy"
+KV = "flashattn_jit/kv"
 CPU, CUDA = "csrc/include/fajit/cpu", "csrc/include/fajit/cuda"
 
 PYTHON = (
@@ -358,7 +359,63 @@ EMULATOR = (
             "tests/emulator/test_arithmetic.py"),
 )  # fmt: skip
 
-MISTAKES = (*PYTHON, *RUNTIME, *KERNELS, *EMULATOR)
+CACHE = (
+    Mistake("a stale place in the tree", f"{KV}/tree.py",
+            "return node if node.digest(position) == digest else None", "return node",
+            "Pages are found behind tokens that they were not computed for.",
+            "tests/kv/test_sequences.py"),
+    Mistake("writes to indexed pages", f"{KV}/step.py",
+            "                    if refs[last] > 1 or owner[last] >= 0:",
+            "                    if refs[last] > 1:",
+            "Tokens after a trim overwrite a page that others find.",
+            "tests/kv/test_sequences.py"),
+    Mistake("forks that write to one page", f"{KV}/step.py",
+            "if left > 0 or owner[last] >= 0:", "if left > 1 or owner[last] >= 0:",
+            "Two sequences append to the page that they share.",
+            "tests/kv/test_sequences.py"),
+    Mistake("pages given up too early", f"{KV}/cache.py",
+            "dead = self.masks[group].dead(q_from, whole * size)",
+            "dead = self.masks[group].dead(q_from + 1, whole * size)",
+            "A page that the next query reads is released.",
+            "tests/kv/test_decoder.py"),
+    Mistake("no lookback", f"{KV}/cache.py",
+            "return max(0, kv_len - self.lookback)", "return max(0, kv_len)",
+            "Drafts cannot be taken back.",
+            "tests/kv/test_decoder.py"),
+    Mistake("trims behind lost pages", f"{KV}/sequence.py",
+            "if lost.any() or kv_len < self.least_len[group]:",
+            "if kv_len < self.least_len[group]:",
+            "A trimmed sequence reads the null page as keys.",
+            "tests/kv/test_state_machine.py"),
+    Mistake("eviction of used pages", f"{KV}/tree.py",
+            "at = np.flatnonzero((view != NULL) & evictable[view])[dropped - count :]",
+            "at = np.flatnonzero(view != NULL)[dropped - count :]",
+            "The index loses pages that sequences still use.",
+            "tests/kv/test_sequences.py"),
+    Mistake("hits without a rest", f"{KV}/cache.py",
+            "most = max(0, len(tokens) - 1) // size", "most = len(tokens) // size",
+            "A cached prompt leaves no token to compute an output for.",
+            "tests/kv/test_sequences.py"),
+    Mistake("prefixes before their branches", f"{KV}/tree.py",
+            "if node.parent is not None and node.parent.number in having:", "if False:",
+            "A shared prefix is evicted while its continuations stay.",
+            "tests/kv/test_reports.py"),
+    Mistake("kept levels", f"{KV}/levels.py",
+            "tuple((seq.number, seq.version, count)", "tuple((seq.number, 0, count)",
+            "A cascade reads pages that a window has given up.",
+            "tests/kv/test_step_plan.py"),
+    Mistake("compacted sequences are found", f"{KV}/cache.py",
+            "            seq.publishes = False\n", "",
+            "Keys at renumbered positions are shared with sequences at others.",
+            "tests/kv/test_sequences.py"),
+    Mistake("slots of positions", "flashattn_jit/ops/append.py",
+            "return np.ascontiguousarray(pages, np.int32), (self._keys % size).astype(np.int32)",
+            "return np.ascontiguousarray(pages, np.int32), (self._keys // size).astype(np.int32)",
+            "New rows go to wrong slots of their pages.",
+            "tests/ops/batches/test_append.py"),
+)  # fmt: skip
+
+MISTAKES = (*PYTHON, *RUNTIME, *KERNELS, *EMULATOR, *CACHE)
 
 
 if __name__ == "__main__":
