@@ -153,9 +153,12 @@ def exchange_capture_mode(mode: int) -> int:
 
 _Array = tuple[int, int, int]
 """A contiguous CPU integer array: address, entries, bytes of an entry (4 or 8)."""
-_Storage = tuple[_Array | None, _Array | None, _Array | None, int, int]
+_Storage = (
+    tuple[_Array | None, _Array | None, _Array | None, int, int]
+    | tuple[_Array | None, _Array | None, _Array | None, int, int, bool]
+)
 """kv_indptr (ragged), page_indptr, last_page_len (paged), page_size (0: ragged), number of page
-indices."""
+indices; whether another plan visits the keys, which then count in lengths and positions alone."""
 _Level = tuple[_Array, _Array | None, _Storage]
 """q_indptr of groups, tokens of their entries, storage of the groups' keys."""
 

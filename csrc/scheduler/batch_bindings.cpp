@@ -48,8 +48,12 @@ Array read_array(py::handle source, const char* name) {
 }
 
 StorageArrays read_storage(py::handle source) {
-  const Items items = exactly(source, 5, "storage");
+  const Items items(source, "storage");
+  if (items.size() != 5 && items.size() != 6) {
+    throw py::value_error("storage must have 5 or 6 entries, got " + std::to_string(items.size()));
+  }
   StorageArrays storage;
+  storage.elsewhere = items.size() == 6 && py::cast<bool>(items[5]);
   storage.kv_indptr = read_array(items[0], "kv_indptr");
   storage.page_indptr = read_array(items[1], "page_indptr");
   storage.last_page_len = read_array(items[2], "last_page_len");

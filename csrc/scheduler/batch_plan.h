@@ -46,6 +46,8 @@ struct StorageArrays {
   Array page_indptr, last_page_len;  // paged
   int32_t page_size = 0;             // 0: ragged
   int64_t num_page_indices = 0;      // entries of this level's page_indices
+  // Keys that another plan visits: here they only count, in lengths and positions.
+  bool elsewhere = false;
 };
 
 // One level of shared keys: group g is entries [q_indptr[g], q_indptr[g + 1]) of `tokens` (packed

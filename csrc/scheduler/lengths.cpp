@@ -100,19 +100,33 @@ class Reader {
  public:
   explicit Reader(Lengths& lengths) : out_(lengths) {}
 
-  // Appends the lengths and addresses of the keys of `count` requests or groups.
-  void read_storage(const StorageArrays& storage, int64_t count, const Owner& owner) {
-    if (owner.level < 0) {
+  // Appends the lengths and addresses of the keys of `count` requests or groups. Those of groups
+  // whose keys are elsewhere are not appended; the result is the number of keys of each.
+  std::vector<int32_t> read_storage(const StorageArrays& storage, int64_t count,
+                                    const Owner& owner) {
+    if (storage.page_size < 0) {
+      fail("page_size=" + number(storage.page_size) + " must be positive");
+    }
+    Lengths apart;
+    if (storage.elsewhere) {
+      Reader(apart).read_keys(storage, count, owner);
+      if (owner.level < 0) {
+        out_.kv_len = apart.kv_len;
+        out_.kv_row0.assign(static_cast<size_t>(count), 0);
+      }
+      return apart.kv_len;
+    }
+    if (!has_storage_) {
       out_.page_size = storage.page_size;
     } else if (storage.page_size != out_.page_size) {
       fail("level " + number(owner.level) + " has " + described(storage.page_size) +
            ", the requests have " + described(out_.page_size) +
            ": keys of all levels must be in one storage");
     }
-    if (storage.page_size < 0) {
-      fail("page_size=" + number(storage.page_size) + " must be positive");
-    }
-    storage.page_size > 0 ? read_pages(storage, count, owner) : read_ragged(storage, count, owner);
+    has_storage_ = true;
+    const size_t first = out_.kv_len.size();
+    read_keys(storage, count, owner);
+    return {out_.kv_len.begin() + static_cast<std::ptrdiff_t>(first), out_.kv_len.end()};
   }
 
   // Adjusts kv_row0: ragged k and v hold the keys of level 0, 1, ..., then those of the requests.
@@ -126,6 +140,10 @@ class Reader {
   }
 
  private:
+  void read_keys(const StorageArrays& storage, int64_t count, const Owner& owner) {
+    storage.page_size > 0 ? read_pages(storage, count, owner) : read_ragged(storage, count, owner);
+  }
+
   static std::string described(int32_t page_size) {
     return page_size > 0 ? "pages of " + number(page_size) : "ragged keys";
   }
@@ -185,6 +203,7 @@ class Reader {
   }
 
   Lengths& out_;
+  bool has_storage_ = false;  // whether page_size is known
 };
 
 // Reads the tokens of the groups of levels, outer to inner.
@@ -196,10 +215,13 @@ class Groups {
         level_of_(static_cast<size_t>(lengths.num_q_tokens), -1),
         group_of_(static_cast<size_t>(lengths.num_requests), -1) {}
 
-  // Appends the groups' q_len, q_row0 and kv_first. On entry the groups' kv_len, from
-  // `first_kv_len` on, count only their own keys.
+  // Appends the groups' q_len, q_row0 and kv_first, and adds the keys of outer levels to their
+  // kv_len. `own_keys`: may be
+  // elsewhere; then nothing is appended.
   void read_tokens(const LevelArrays& level, const std::vector<int32_t>& indptr, const Owner& owner,
-                   size_t first_kv_len) {
+                   const std::vector<int32_t>& own_keys) {
+    const bool here = !level.storage.elsewhere;
+    const size_t first_kv_len = out_.kv_len.size() - (here ? own_keys.size() : 0);
     const bool listed = level.tokens.data != nullptr;
     const int64_t entries = listed ? level.tokens.size : out_.num_q_tokens;
     if (indptr.back() > entries) {
@@ -213,7 +235,7 @@ class Groups {
     for (size_t g = 0; g + 1 < indptr.size(); ++g) {
       const int32_t begin = indptr[g], end = indptr[g + 1];
       const std::string name = owner.entry(static_cast<int64_t>(g));
-      const int32_t keys = out_.kv_len[first_kv_len + g];
+      const int32_t keys = own_keys[g];
       int32_t before = 0, last_token = -1, last_request = -1;
       for (int32_t e = begin; e < end; ++e) {
         const int64_t token = listed ? level.tokens.at(e) : e;
@@ -242,13 +264,14 @@ class Groups {
         keys_before_[t] = before + keys;
         last_token = static_cast<int32_t>(token);
         last_request = request;
-        if (listed) out_.row_token.push_back(last_token);
+        if (listed && here) out_.row_token.push_back(last_token);
       }
+      ++stamp_;
+      if (!here) continue;
       out_.q_len.push_back(end - begin);
       out_.q_row0.push_back(static_cast<int32_t>(base) + begin);
       out_.kv_first.push_back(before);
       out_.kv_len[first_kv_len + g] = before + keys;
-      ++stamp_;
     }
   }
 
@@ -321,7 +344,7 @@ Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const 
       std::fill(out.row_request.begin() + q[i], out.row_request.begin() + q[i + 1], b);
     }
     const bool listed = std::any_of(levels.begin(), levels.end(), [](const LevelArrays& level) {
-      return level.tokens.data != nullptr;
+      return level.tokens.data != nullptr && !level.storage.elsewhere;
     });
     if (listed) {
       out.row_token.resize(static_cast<size_t>(out.num_q_tokens));
@@ -332,9 +355,9 @@ Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const 
       const Owner owner{static_cast<int64_t>(l)};
       const std::vector<int32_t> indptr =
           read_indptr(levels[l].q_indptr, "q_indptr", owner, "token counts");
-      const size_t first = out.kv_len.size();
-      reader.read_storage(levels[l].storage, levels[l].q_indptr.size - 1, owner);
-      groups.read_tokens(levels[l], indptr, owner, first);
+      const std::vector<int32_t> keys =
+          reader.read_storage(levels[l].storage, levels[l].q_indptr.size - 1, owner);
+      groups.read_tokens(levels[l], indptr, owner, keys);
     }
     reader.put_levels_first(request_keys);
     for (int32_t b = 0; b < out.num_requests; ++b) {
@@ -344,6 +367,7 @@ Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const 
         fail("request " + number(b) + " has " + number(keys) + " keys, which do not fit 32 bits");
       }
       out.kv_len[i] = static_cast<int32_t>(keys);
+      if (storage.elsewhere) out.kv_first[i] = out.kv_len[i];
     }
   }
   out.num_groups = static_cast<int32_t>(out.q_len.size()) - out.num_requests;

@@ -29,8 +29,9 @@ from .keys.mask_bits import BlockBits, FlatBits, TreeBits, flat_params, tree_wor
 from .keys.sparsity import Bits, BlockSparse, Sparsity, TokenSparse, Tree
 from .keys.storage import Storage, Stored, read_storage
 from .launching import batch_run
-from .launching.batch_run import Observed, Planned
+from .launching.batch_run import Observed, Pairs, Planned
 from .launching.launches import Workspace
+from .launching.mixed_run import MixedPlanned
 from .plan import Plan
 from .planning import batch_plan
 from .planning.batch_params import bind_plan, bound_kernels
@@ -126,7 +127,7 @@ class BatchBase:
         self._observed = Observed(
             not self._kernels.options.cpu and bool(head_dim % 8 or head_dim_v % 8)
         )
-        self._planned: Planned | None = None
+        self._planned: Planned | MixedPlanned | None = None
         self.number = next(_numbers)  # identifies the object in graphs
         _objects[self.number] = self
 
@@ -188,28 +189,47 @@ class BatchBase:
         Example:
             >>> out = batch.run(q, k_pages, v_pages)
         """
+        return self._run(q, k, v, (), params, scale, return_lse, partial, out, lse)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        more: Pairs,
+        params: Params,
+        scale: checks.Scale | None,
+        return_lse: bool,
+        partial: bool,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The result of `run`. more: k and v of further levels of a cascade."""
         given: tuple[Any, ...] = (q, k, v)
         if out is not None:
             given = (q, k, v, out)
         if lse is not None:
             given = (*given, lse)
         if params or isinstance(scale, torch.Tensor):
-            more = [x for x in (*params.values(), scale) if isinstance(x, torch.Tensor)]
-            given = (*given, *more)
+            given = (*given, *(x for x in (*params.values(), scale) if isinstance(x, torch.Tensor)))
+        if more:
+            given = (*given, *(t for pair in more for t in pair))
         direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
         if not direct:
-            return as_op.batch(self, q, k, v, params, scale, return_lse, partial, out, lse)  # type: ignore[no-any-return]
+            return as_op.batch(self, q, k, v, more, params, scale, return_lse, partial, out, lse)  # type: ignore[no-any-return]
         planned = self.in_force()
-        result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out, lse)
+        result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out, lse, more)
         return result if lse is None else (result, lse)
 
-    def check_placed(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+    def check_placed(self, q: Any, k: Any, v: Any, out: Any, lse: Any, more: Any) -> None:
         """Raises InputError for arguments that are no tensors on the object's device."""
         for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)):
             if name in "qkv" or tensor is not None:
                 batch_run.check_device(name, tensor, self._kernels.options.device)
+        for tensor in more:
+            batch_run.check_device("k or v of a level", tensor, self._kernels.options.device)
 
-    def in_force(self) -> Planned:
+    def in_force(self) -> Planned | MixedPlanned:
         """The plan that runs use. Raises InputError if there is none."""
         planned = self._planned
         if planned is None:
@@ -268,13 +288,35 @@ class BatchBase:
         params: Params,
     ) -> Plan:
         """Plan a batch and put it in force; an error leaves the plan before it in force."""
-        options = self._kernels.options
+        self._check_plan(sparsity, params)
+        stored = read_storage(storage, self._kernels.options.device)
+        planned = self._planned_now(q_indptr, stored, levels, sparsity, q_offset, params)
+        return self._put_in_force(planned)
+
+    def _put_in_force(self, planned: Planned | MixedPlanned) -> Plan:
+        self._planned = planned
+        return Plan(planned)
+
+    def _check_plan(self, sparsity: Sparsity | None, params: Params) -> None:
+        """Raises where nothing can be planned: during a capture, or without values."""
         if sparsity is not None or params:
             _check_values(sparsity, params)
+        options = self._kernels.options
         if not options.cpu:
             refuse_capture(options.device, "plan() was called", PLAN_FIRST)
+
+    def _planned_now(
+        self,
+        q_indptr: torch.Tensor,
+        stored: Stored,
+        levels: Sequence[Level],
+        sparsity: Sparsity | None,
+        q_offset: Offset,
+        params: Params,
+    ) -> Planned:
+        """A plan that is not in force yet. Levels whose keys are elsewhere count in positions."""
+        options = self._kernels.options
         rows, _rows_held = host_array("q_indptr", q_indptr)
-        stored = read_storage(storage, options.device)
         offset, _offset_held = offset_array(q_offset, rows[1] - 1)
         try:
             lengths = _C.BatchLengths(
@@ -293,9 +335,10 @@ class BatchBase:
         bits: dict[str, Any] = {}
         if sparsity is not None:
             variant, lists, bits = self._sparse(sparsity, lengths, q_offset)
+        # Kernels of mixed rows read keys from kv_first on, so levels that are elsewhere count too.
         num_levels = len(levels)
         if options.cuda_graph:
-            before = self._planned
+            before = self._one_before()
             room = None if before is None else before.batch.lists
             lists = with_room(lists, sparsity, options, room)
             if before is not None:
@@ -309,17 +352,21 @@ class BatchBase:
         unaligned = self._observed.unaligned
         first = batch_plan.vary(batch, bound, unaligned)
         self._workspace.check(first.native.workspace_bytes)
-        if options.cuda_graph and self._planned is not None:
-            check_replayable(self._planned.latest, first)
+        if options.cuda_graph and (before := self._one_before()) is not None:
+            check_replayable(before.latest, first)
         if not options.cpu and self._state is None:
             from .device.plan_memory import DeviceState
 
             self._state = DeviceState(options.device, options.target, options.cuda_graph)
         first.commit(self._state)
-        self._planned = Planned(
+        return Planned(
             batch, variant, given, first, unaligned, self._state, self._workspace, self._observed
         )
-        return Plan(self._planned)
+
+    def _one_before(self) -> Planned | None:
+        """The plan in force of an object with a CUDA graph, whose plans have one storage."""
+        assert not isinstance(self._planned, MixedPlanned)
+        return self._planned
 
     def _check_variant(self, batch: Batch, bound: Bound) -> None:
         """Raises VariantError for a variant that this kind of plan does not support."""
@@ -396,17 +443,19 @@ def _made_again(kind: type[BatchBase], variant: Variant, options: Mapping[str, A
 def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:
     """The storage of all keys: the requests' own pages, then those of each level."""
     parts = [stored, *(level.stored for level in levels)]
-    if not stored.page_size:
+    page_size = max(p.page_size for p in parts)
+    if not page_size:
         return Keys(0, None, None)
     indptrs = [p.held[0] for p in parts]
     if not levels:
         return Keys(stored.page_size, stored.page_indices, stored.pages, indptrs)
     used = [p.page_indices[: p.used_pages] for p in parts if p.page_indices is not None]
-    known = [p.pages for p in parts if p.pages is not None and p.pages[1] >= 0]
+    here = [p for p in parts if not p.is_elsewhere]
+    known = [p.pages for p in here if p.pages is not None and p.pages[1] >= 0]
     pages = None
-    if all(p.pages is not None for p in parts):
+    if all(p.pages is not None for p in here):
         pages = (min((p[0] for p in known), default=0), max((p[1] for p in known), default=-1))
-    return Keys(stored.page_size, _joined(used), pages, indptrs)
+    return Keys(page_size, _joined(used), pages, indptrs)
 
 
 def _joined(indices: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,12 +11,14 @@ from ..errors import InputError, VariantError
 from ..torch_modes import on_host
 from ..variants.binding import Bound
 from ..variants.ir.ir import keys_read_request
+from .arguments import checks
 from .arguments.calls import Offset, host_array
 from .batch_base import BatchBase, Level
 from .keys.level_pages import CascadeLevel, in_cache_pages
 from .keys.paged import Paged
 from .keys.prefixes import shared_prefixes
 from .keys.storage import read_storage
+from .launching.mixed_run import MixedPlanned
 from .plan import Plan
 from .planning.batch_plan import Batch
 
@@ -28,7 +30,7 @@ class CascadeAttention(BatchBase):
     keys in one pass; the partial states are merged with those of the requests' own keys. Hooks get
     each token's own request and logical positions, so any variant works whose keys do not depend on
     the request: `key_mod` and `value_mod` may use b only in ``fa.kv_slot(b, kv_idx)``, the slot of
-    the key, for example to find its scale in a quantised cache.
+    the key in the tensors of its level, for example to find its scale in a quantised cache.
 
     Source: composable formats, Ye et al. 2025, arXiv 2501.01005, section 3.1.2; Hydragen, Juravsky
     et al. 2024, arXiv 2402.05099.
@@ -80,12 +82,69 @@ class CascadeAttention(BatchBase):
                 "be None"
             )
         device = self._kernels.options.device
-        *stores, own_storage = in_cache_pages([level.storage for level in levels], device)
+        storages = in_cache_pages([level.storage for level in levels], device)
         read = [
             _read(i, replace(level, storage=storage), device)
-            for i, (level, storage) in enumerate(zip(shared, stores, strict=True))
+            for i, (level, storage) in enumerate(zip(shared, storages, strict=False))
         ]
-        return self._plan(own.q_indptr, own_storage, read, None, q_offset, mask_params)
+        self._check_plan(None, mask_params)
+        stored = read_storage(storages[-1], device)
+        paged = [bool(s.page_size) for s in (*(x.stored for x in read), stored)]
+        if len({*paged}) == 1:
+            planned = self._planned_now(own.q_indptr, stored, read, None, q_offset, mask_params)
+            return self._put_in_force(planned)
+        if self._kernels.options.cuda_graph:
+            raise InputError(
+                "levels are ragged and paged, which cuda_graph=True does not support; put all keys "
+                "into pages of one cache"
+            )
+        parts = []
+        for kind in (not paged[-1], paged[-1]):
+            of_part = [x if p == kind else _elsewhere(x) for x, p in zip(read, paged, strict=False)]
+            keys = stored if kind == paged[-1] else stored.elsewhere()
+            parts.append(
+                self._planned_now(own.q_indptr, keys, of_part, None, q_offset, mask_params)
+            )
+        return self._put_in_force(MixedPlanned(parts, [int(p == paged[-1]) for p in paged]))
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | Sequence[tuple[torch.Tensor, torch.Tensor]],
+        v: torch.Tensor | None = None,
+        *,
+        scale: checks.Scale | None = None,
+        return_lse: bool = False,
+        partial: bool = False,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        **params: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the planned batch, as `BatchAttention.run`.
+
+        Where some levels are ragged and others paged, k is a sequence of one (k, v) a level, the
+        outermost first, without v: equal ones for levels of one kind. Each kind has a launch, or
+        two, of its own, whose fp32 states of all rows are then merged and finalised by another one.
+
+        Args:
+            q, scale, return_lse, partial, out, lse, **params: as for `BatchAttention.run`.
+            k: the keys of all levels, or a sequence of (k, v).
+            v: the values of all levels; None with a sequence.
+
+        Returns:
+            As `BatchAttention.run`.
+
+        Raises:
+            InputError: there is not one (k, v) a level, or levels of one kind have different ones.
+            ParamError, CompileError, LaunchError, GradError: as `BatchAttention.run`.
+
+        Example:
+            >>> out = cascade.run(q, [(k_prefix, v_prefix), (k_pages, v_pages)])
+        """
+        more: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if v is None or not isinstance(k, torch.Tensor):
+            (k, v), *more = _pairs(k, v)
+        return self._run(q, k, v, more, params, scale, return_lse, partial, out, lse)
 
     def _check_variant(self, batch: Batch, bound: Bound) -> None:
         if batch.num_levels and keys_read_request(bound.ir):
@@ -94,6 +153,22 @@ class CascadeAttention(BatchBase):
                 "of a cascade are of several requests; use fa.BatchAttention, or hooks that take b "
                 "for fa.kv_slot(b, kv_idx) alone"
             )
+
+
+def _pairs(k: object, v: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A sequence of (k, v). Raises InputError for anything else."""
+    pairs = [] if isinstance(k, torch.Tensor) or not isinstance(k, Sequence) else list(k)
+    fit = all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs)
+    if not pairs or not fit or v is not None:
+        raise InputError(
+            "pass k and v, the keys and values of all levels, or instead of both a list of one "
+            "(k, v) a level, the outermost first"
+        )
+    return [(one, other) for one, other in pairs]
+
+
+def _elsewhere(level: Level) -> Level:
+    return level._replace(stored=level.stored.elsewhere())
 
 
 def _read(number: int, level: CascadeLevel, device: torch.device) -> Level:

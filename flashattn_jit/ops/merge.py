@@ -194,21 +194,11 @@ def _check_results(
     if out is not None:
         checks.check_out_layout(out, shape, dtype, device)
         others = inputs if lse is None else [*inputs, lse]
-        _check_apart("out", out, others[1:] if is_same_memory(out, outs[0]) else others)
+        _check_apart("out", out, others[1:] if checks.is_same_memory(out, outs[0]) else others)
     if lse is not None and lses:
         checks.check_out_layout(lse, shape[:-1], torch.float32, device, "lse")
-        own = len(outs) if is_same_memory(lse, lses[0]) else -1
+        own = len(outs) if checks.is_same_memory(lse, lses[0]) else -1
         _check_apart("lse", lse, [t for i, t in enumerate(inputs) if i != own])
-
-
-def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same entries at the same addresses."""
-    return (
-        a.data_ptr() == b.data_ptr()
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.dtype == b.dtype
-    )
 
 
 def _check_apart(name: str, result: torch.Tensor, others: Sequence[torch.Tensor]) -> None:

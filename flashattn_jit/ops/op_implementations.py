@@ -49,7 +49,8 @@ def _batch(
 
     given = call.arguments
     result, rows = by_number(given["batch"]).in_force().run(
-        q, k, v, call.params, given["scale"], given["return_lse"], given["partial"], out, lse
+        q, k, v, call.params, given["scale"], given["return_lse"], given["partial"], out, lse,
+        given["more"],
     )  # fmt: skip
     return result, filled(rows, q)
 

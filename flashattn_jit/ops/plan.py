@@ -8,6 +8,7 @@ from typing import NoReturn
 from ..errors import InputError
 from ..late_binding import upper
 from .launching.batch_run import Planned
+from .launching.mixed_run import MixedPlanned
 
 
 class Plan:
@@ -17,29 +18,42 @@ class Plan:
         >>> print(batch.plan(q_indptr, paged).explain())
     """
 
-    def __init__(self, planned: Planned) -> None:
-        self._planned = planned
+    def __init__(self, planned: Planned | MixedPlanned) -> None:
+        if isinstance(planned, MixedPlanned):
+            self._parts, self._finish_ns = planned.parts, planned.finish_ns
+        else:
+            self._parts, self._finish_ns = (planned,), 0.0
+        self._planned = self._parts[-1]
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of workspace that runs need for partial states."""
-        return self._planned.first.native.workspace_bytes
+        """Bytes of workspace that runs need for partial states.
+
+        A cascade over two storages allocates its rows' states besides, at each run.
+        """
+        return max(part.first.native.workspace_bytes for part in self._parts)
 
     @property
     def predicted_ns(self) -> float:
         """What the planner expects a run to take, in nanoseconds, on an idle machine."""
-        first = self._planned.first
-        return first.native.critical_ns + first.merge_ns
+        parts = [part.first for part in self._parts]
+        return self._finish_ns + sum(x.native.critical_ns + x.merge_ns for x in parts)
 
     def explain(self) -> str:
         """Tables, as text, of the kernels chosen, the reasons, and the balance of the work."""
-        return upper("explain_plan")(self._planned)  # type: ignore[no-any-return]
+        return "\n\n".join(upper("explain_plan")(part) for part in self._parts)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the timeline of the workers to an image; the name's suffix decides its format.
 
-        Raises InputError if matplotlib is missing or cannot write this format.
+        Raises InputError if matplotlib is missing or cannot write this format, or if the plan is of
+        two storages, which have timelines of their own.
         """
+        if len(self._parts) > 1:
+            raise InputError(
+                "plot() draws the plan of one storage, this one has levels in two: explain() "
+                "prints both"
+            )
         upper("plot_plan")(self._planned, path)
 
     def __reduce__(self) -> NoReturn:

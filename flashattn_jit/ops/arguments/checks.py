@@ -378,6 +378,16 @@ def extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
+def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same entries at the same addresses."""
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+    )
+
+
 def check_apart(
     out: torch.Tensor,
     size: int,

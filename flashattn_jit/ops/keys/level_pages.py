@@ -28,9 +28,10 @@ class CascadeLevel:
     Args:
         q_indptr: int32 or int64 cpu tensor [groups + 1]: group g has the entries q_indptr[g] to
             q_indptr[g + 1] of `tokens`. In the last level a group is a request.
-        storage: the keys of each group, `fa.Ragged` or `fa.Paged`, the same kind in all levels.
-            Ragged k and v hold the keys of the outermost level first, then those of the next one,
-            the requests' own last, and each kv_indptr starts at 0. Pages may be larger in some
+        storage: the keys of each group, `fa.Ragged` or `fa.Paged`. Ragged k and v hold the keys of
+            the outermost ragged level first, then those of the next one, the requests' own last,
+            and each kv_indptr starts at 0. If some levels are ragged and others paged, runs take
+            one (k, v) a level. Pages may be larger in some
             levels: the smallest page_size is that of k and v, and page p of a level whose page_size
             is m times that is pages p * m to p * m + m - 1 of k and v.
         tokens: int32 or int64 cpu tensor of packed query tokens, each at most once per level, those
@@ -46,22 +47,23 @@ class CascadeLevel:
 
 
 def in_cache_pages(storages: Sequence[Storage], device: torch.device) -> Sequence[Storage]:
-    """The storages of all levels, the requests' own last, in pages of one size.
+    """The storages of all levels, the requests' own last, with the paged ones in pages of one size.
 
-    Returns `storages` unchanged if all page sizes are equal, or if one is not paged. Raises
-    InputError if a page size is no multiple of the smallest, or the pages of its level are wrong.
+    Returns `storages` unchanged if all page sizes are equal. Raises InputError if a page size is no
+    multiple of the smallest, or the pages of its level are wrong.
     """
-    paged = [s for s in storages if isinstance(s, Paged)]
-    if len(paged) < len(storages):
-        return storages
-    levels = [*range(len(paged) - 1), None]
+    levels = [*range(len(storages) - 1), None]
     sizes = [
         check_int(f"{_where(level)}page_size", s.page_size, 1, rule=PAGE_SIZE_RULE)
-        for level, s in zip(levels, paged, strict=True)
+        for level, s in zip(levels, storages, strict=True)
+        if isinstance(s, Paged)
     ]
-    if min(sizes) == max(sizes) or is_capturing(device):
+    if not sizes or min(sizes) == max(sizes) or is_capturing(device):
         return storages
-    return [_divided(s, i, min(sizes), device) for i, s in zip(levels, paged, strict=True)]
+    return [
+        _divided(s, i, min(sizes), device) if isinstance(s, Paged) else s
+        for i, s in zip(levels, storages, strict=True)
+    ]
 
 
 def _where(level: int | None) -> str:

@@ -19,8 +19,9 @@ from ..arguments.calls import Array, host_array
 from ..arguments.checks import INT32_MAX, INTEGERS, check_int, check_readable, no_tensor
 from .paged import PAGE_SIZE_RULE, Paged
 
-NativeStorage = tuple[Array | None, Array | None, Array | None, int, int]
-"""kv_indptr; page_indptr, last_page_len; page_size (0: ragged); page indices."""
+NativeStorage = tuple[Array | None, Array | None, Array | None, int, int, bool]
+"""kv_indptr; page_indptr, last_page_len; page_size (0: ragged); page indices; whether the keys are
+elsewhere, see `Stored.elsewhere`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +59,16 @@ class Stored(NamedTuple):
     pages: tuple[int, int] | None
     held: tuple[torch.Tensor, ...]
 
+    def elsewhere(self) -> Stored:
+        """The storage for a plan that counts these keys in lengths and positions alone."""
+        none = torch.zeros(1, dtype=torch.int32, device="cpu")
+        return Stored((*self.native[:5], True), 0, None, None, (none, *self.held))
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another plan visits the keys."""
+        return self.native[5]
+
     @property
     def used_pages(self) -> int:
         """Entries of page_indices that belong to a request or group."""
@@ -71,7 +82,7 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
     """
     if isinstance(storage, Ragged):
         array, tensor = host_array(f"{where}kv_indptr", storage.kv_indptr)
-        return Stored((array, None, None, 0, 0), 0, None, None, (tensor,))
+        return Stored((array, None, None, 0, 0, False), 0, None, None, (tensor,))
     if not isinstance(storage, Paged):
         raise InputError(
             f"{where}storage must be an fa.Paged or an fa.Ragged, got {type(storage).__name__}"
@@ -100,7 +111,7 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
             f"{'is negative' if negative else 'does not fit 32 bits'}"
         )
     indices = (given if given.dtype is torch.int32 else given.to(torch.int32)).contiguous()
-    native = (None, indptr, last, size, indices.numel())
+    native = (None, indptr, last, size, indices.numel(), False)
     return Stored(native, size, indices, pages, (held_indptr, held_last))
 
 

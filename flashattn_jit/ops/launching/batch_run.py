@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -91,9 +92,13 @@ class Planned:
         partial: bool,
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
+        more: Pairs = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of a batch; lse is None unless requested."""
+        """(out, lse) of a batch; lse is None unless requested. more: k and v of further levels."""
         batch = self.batch
+        if more:
+            kind = "paged" if batch.keys.page_size else "ragged"
+            k, v = only_pair(((k, v), *more), range(len(more) + 1), kind)
         if params:
             refuse_mask_params(self.variant, params, self.first.mask_params)
         bound = bind(self.variant, batch.dims, {**self.params, **params} if params else self.params)
@@ -124,7 +129,7 @@ class Planned:
             _check_call(self, q, k, v)
             check_results(out, lse, form, partial, (q, k, v, *tensors))
             ready = make_launch(variation, call, out, lse, tensors)
-            if len(variation.launches) >= _KEPT_LAUNCHES:
+            if len(variation.launches) >= KEPT_LAUNCHES:
                 variation.launches.clear()
             variation.launches[call] = ready
         scale = self.scale if scale is None else checks.check_scale(scale, form.head_dim)
@@ -158,7 +163,27 @@ class Planned:
         return self.variations.setdefault((bound.structure, unaligned), made)
 
 
-_KEPT_LAUNCHES = 256
+KEPT_LAUNCHES = 256
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""k and v of levels of a cascade."""
+
+
+def only_pair(pairs: Pairs, levels: Sequence[int], kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k and v of levels in one storage. Raises InputError for different ones.
+
+    kind: "ragged" or "paged", for the message.
+    """
+    for level, pair in zip(levels, pairs, strict=True):
+        for name, tensor, own in zip("kv", pair, pairs[0], strict=True):
+            checks.check_readable(f"{name} of level {level}", tensor)
+            if tensor is not own and not checks.is_same_memory(tensor, own):
+                raise InputError(
+                    f"levels {levels[0]} and {level} are both {kind}, but have different {name}: "
+                    + ("pages of one cache" if kind == "paged" else "rows of one tensor")
+                    + ", the same (k, v) for both, is what they are planned in"
+                )
+    return pairs[0]
 
 
 # --- checks ---------------------------------------------------------------------------------------

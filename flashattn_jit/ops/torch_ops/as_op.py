@@ -73,6 +73,7 @@ def batch(
     q: Any,
     k: Any,
     v: Any,
+    more: Any,
     params: Values,
     scale: Any,
     return_lse: bool,
@@ -81,18 +82,21 @@ def batch(
     lse: Any,
 ) -> Any:
     """`BatchAttention.run` as one op, which looks up the object, its variant and its plan when it
-    runs: a new plan does not change a graph."""
+    runs: a new plan does not change a graph. more: k and v of further levels of a cascade."""
     number = owner.number
-    if is_traced((q, k, v, scale, out, lse, *params.values())):
+    others = [t for pair in more for t in pair]
+    if is_traced((q, k, v, *others, scale, out, lse, *params.values())):
         if _use() == "exported":
             from . import graphs  # imports Dynamo
 
             number = graphs.exported_number(owner)
     else:
-        owner.check_placed(q, k, v, out, lse)
+        owner.check_placed(q, k, v, out, lse, others)
         if _is_transformed():
             owner.in_force().check_transforms(params)
-    arguments = {"batch": number, "scale": scale, "return_lse": return_lse, "partial": partial}
+    arguments = {
+        "batch": number, "scale": scale, "return_lse": return_lse, "partial": partial, "more": more,
+    }  # fmt: skip
     return states("batch_attention", q, k, v, None, params, arguments, out, lse, owner.pointwise)
 
 

@@ -535,8 +535,6 @@ OWN = level([0, 1, 2], [1, 2])
         ([level([0, 3], [0]), OWN], "q_indptr of level 0 ends at 3, but there are 2 packed tokens"),
         ([level([0, 2], [0], torch.tensor([0, 0])), OWN], "token 0|tokens of request 0"),
         ([OWN, level([0, 1, 2], [1, 2], torch.tensor([0, 1]))], "last level is the requests' own"),
-        ([fa.CascadeLevel(torch.tensor([0, 2]), fa.Ragged(torch.tensor([0, 4]))), OWN],
-         "level 0 has ragged keys, the requests have pages of 4"),
     ],
 )  # fmt: skip
 def test_levels_that_cannot_be(levels: list[Any], text: str) -> None:
