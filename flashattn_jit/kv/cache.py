@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -401,6 +401,9 @@ class Cache:
                 "the cache was called from another thread than the one that uses it; a cache has "
                 "no locks: send its calls to that thread"
             )
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError("a Cache cannot be copied or pickled: its pages belong to its sequences")
 
     def __repr__(self) -> str:
         used = ", ".join(f"{p.num_used} of {p.num_pages} pages used" for p in self.pools)

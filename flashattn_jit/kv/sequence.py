@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -254,6 +254,9 @@ class Sequence:
         if self.step is not None:
             self.step.abort()
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError("a Sequence cannot be copied or pickled; fork() it")
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "suspended" if self.is_suspended else "open"

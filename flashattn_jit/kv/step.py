@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -241,6 +241,9 @@ class Step:
         self._cache.check_thread()
         if not self.is_open:
             raise SequenceError(f"{what} of a step that was committed or aborted")
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError("a Step cannot be copied or pickled")
 
     def __enter__(self) -> Step:
         return self

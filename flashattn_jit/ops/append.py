@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -146,6 +146,9 @@ class AppendPlan:
         self._keys = _keys(lengths, positions)
         self._slots = self._host_slots() if on_cpu(self._target) else None
         self._forms: dict[object, _Steps] = {}
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError("an AppendPlan cannot be copied or pickled; plan_append() again")
 
     @property
     def num_tokens(self) -> int:

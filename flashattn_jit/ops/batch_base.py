@@ -460,6 +460,6 @@ def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:
 
 def _joined(indices: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensors end to end. numpy joins those on the host, as torch would wake its threads."""
-    if not indices[0].is_cpu:
+    if any(type(x) is not torch.Tensor or not x.is_cpu for x in indices):
         return torch.cat(list(indices))
     return torch.from_numpy(np.concatenate([x.numpy() for x in indices]))

@@ -59,7 +59,8 @@ def module(artifact: str, driver: StandIn) -> _C.Module:
 
 
 VALUES = {"q": 1, "k": 1, "v": 1, "out": 64, "lse": 128, "scale": 1.0, "num_threads": 1,
-          "tensors": (256, 512), "page_indices": 8, "device_block": 1024}  # fmt: skip
+          "tensors": (256, 512, 0), "scalars": (0,), "page_indices": 8,
+          "device_block": 1024}  # fmt: skip
 
 
 def call_of(module: _C.Module) -> _C.BatchCall:
@@ -72,7 +73,8 @@ def call_of(module: _C.Module) -> _C.BatchCall:
     none = (0, 0, 0)
     return core.bind(
         strides=(none, none, none, (0, 0, 2), (0, 0, 1)), num_pages=9, flags=_C.WRITE_LSE,
-        layouts=(((1, 1, 5, 2), (10, 10, 2, 1)), ((1, 1, 5), (5, 5, 1))),
+        layouts=(((1, 1, 5, 2), (10, 10, 2, 1)), ((1, 1, 5), (5, 5, 1)), (none, (0, 0, 1))),
+        scalar_kinds="i",
     )  # fmt: skip
 
 

@@ -383,6 +383,9 @@ def merge(
         out.stride()[:3],
         lse.data_ptr() if lses else 0,
         lse.stride(),
+        "float32",
+        0,
+        (0, 0, 0),
         threads,
     )
     return out, lse
@@ -438,7 +441,9 @@ def test_lists_that_do_not_fit_together_are_refused() -> None:
     outs, lses = random_states(2, 2, 3, 4, 5)
     with pytest.raises(ValueError, match="at least one"):
         merge_arguments: Callable[..., None] = _C.merge_states
-        merge_arguments([], [], [], [], (1, 1, 1), 4, 8, (1, 1, 1), 8, (1, 1, 1), 1)
+        merge_arguments(
+            [], [], [], [], (1, 1, 1), 4, 8, (1, 1, 1), 8, (1, 1, 1), "float32", 0, (0, 0, 0), 1
+        )
     with pytest.raises(ValueError, match="the same length"):
         merge(outs, lses[:1])
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -389,3 +392,14 @@ def test_several_steps_are_open_at_once_and_the_default_device_is_another() -> N
             assert nothing.num_tokens == 0 and nothing.paged().page_indptr.tolist() == [0]
             nothing.commit()
     engine.verify_all()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_caches_sequences_and_appends_are_not_copied(duplicate: Any) -> None:
+    engine = made()
+    seq = engine.open([])
+    with engine.cache.step([(seq, [1])]) as step:
+        append = fa.plan_append(step.q_indptr, step.paged())
+        for value in (engine.cache, seq, step, append):
+            with pytest.raises(fa.InputError, match="cannot be copied"):
+                duplicate(value)

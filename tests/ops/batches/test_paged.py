@@ -150,7 +150,8 @@ NO_PAGES = torch.tensor([0, 0, 0, 0, 0])
     ("make", "message"),
     [
         (lambda: cached()._replace(paged=(1, 2)), "paged must be an fa.Paged, got tuple"),
-        (lambda: changed(page_size=8), "k_pages has page_size=16, but paged 8"),
+        (lambda: changed(page_size=8), r"last_page_len\[3\]=12: .* 1 to page_size=8"),
+        (lambda: changed(page_size=32), "k_pages has page_size=16, but paged 32"),
         (lambda: changed(page_size=0), "page_size=0 must be an int of at least 1"),
         (
             lambda: changed(page_indptr=torch.tensor([0, 5, 4, 6, 9])),
