@@ -185,6 +185,7 @@ class Cache:
         node = next(n for n, c in path if n.start < count <= n.start + c)
         seq.place = self.tree.place(node, count)
         self.touch(seq, uses=1)
+        self.reclaim(seq)
         return seq
 
     def _longest(self, there: Items[Ints], count: int) -> int:
@@ -312,19 +313,21 @@ class Cache:
             live = table.view[:whole]
             dead = self.masks[group].dead(q_from, whole * size)
             gone = np.flatnonzero(dead & (live != NULL))
-            if not len(gone):
+            holes = self.spec.groups[group].reclaim == "holes"
+            # Dead entries of a prefix that was found are null already: compaction drops them too.
+            if not (len(gone) if holes else dead.any()):
                 continue
             seq.version += 1
             self.pools[group].release(live[gone])
             self.counters.reclaimed_pages[group] += len(gone)
-            if self.spec.groups[group].reclaim == "holes":
+            if holes:
                 live[gone] = NULL
                 continue
             kept = np.concatenate([live[~dead], table.view[whole:]])
             table.truncate(0)
             table.extend(kept)
             seq.least_len[group] = q_from + seq.removed[group]
-            seq.removed[group] += len(gone) * size
+            seq.removed[group] += int(dead.sum()) * size
             # Later keys depend on positions that no other sequence has.
             seq.publishes = False
 
