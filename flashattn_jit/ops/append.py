@@ -107,7 +107,7 @@ def plan_append(
     """
     own = paged.page_indices.device if isinstance(paged, Paged) else torch.device("cpu")
     return _plan(
-        q_indptr, paged, positions, own if device is None else torch.device(device), target
+        q_indptr, paged, positions, own if device is None else checks.check_device(device), target
     )
 
 

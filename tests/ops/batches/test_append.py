@@ -236,3 +236,9 @@ def test_a_plan_checks_the_tensors_of_each_run() -> None:
         append.run(cache[0, :1].flatten(0, 1), K, cache[0], cache[1])
     with pytest.raises(GradError):
         append.run(K.clone().requires_grad_(), K, cache[0], cache[1])
+
+
+@pytest.mark.parametrize("device", ["foo", "meta", 1.5])
+def test_plans_for_devices_that_are_none(device: object) -> None:
+    with pytest.raises(fa.InputError, match="device"):
+        fa.plan_append(INDPTR, pages(), device=device)  # type: ignore[arg-type]
