@@ -86,7 +86,7 @@ class Cache:
         if not isinstance(spec, Spec):
             raise InputError(f"spec must be an fa.kv.Spec, got {type(spec).__name__}")
         self.spec = spec
-        self.max_kv_len = check_int("max_kv_len", max_kv_len, 1)
+        self.max_kv_len = check_int("max_kv_len", max_kv_len, 1, INT32_MAX - spec.page_size)
         self.lookback = check_int("lookback", lookback, 0)
         counts = self._counts(num_pages)
         if layout not in ("page", "layer"):
@@ -179,7 +179,7 @@ class Cache:
         for pool, mask, table, pages in zip(self.pools, self.masks, seq.tables, there, strict=True):
             held = pages[:count]
             if mask.reclaims:
-                held = np.where(mask.dead(self._first_query(count * size), count * size), 0, held)
+                held = np.where(mask.given_up(self._first_query(count * size), count), NULL, held)
             table.extend(held)
             pool.hold(held)
         node = next(n for n, c in path if n.start < count <= n.start + c)
@@ -200,7 +200,7 @@ class Cache:
             for pages, mask in zip(there, self.masks, strict=True):
                 lacking = pages[:count] == NULL
                 if mask.reclaims and lacking.any():
-                    lacking &= ~mask.dead(self._first_query(count * size), count * size)
+                    lacking &= ~mask.given_up(self._first_query(count * size), count)
                 found = np.flatnonzero(lacking)
                 count = int(found[0]) if len(found) else count
         return count
@@ -218,6 +218,7 @@ class Cache:
     def forget(self, seq: Sequence) -> None:
         """The sequence was closed."""
         del self._sequences[seq.number]
+        self.tree.forget(seq.namespace)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -248,7 +249,8 @@ class Cache:
 
         Args:
             items: sequences with their new token ids (1-D ints), in the order of the batch. A
-                sequence appears once; it may have no new tokens.
+                sequence appears once; it may have no new tokens. They are read now: buffers may be
+                used again.
 
         Returns:
             A `Step`: plan and run with it, then `Step.commit`. Left without a commit, as on an
@@ -300,7 +302,12 @@ class Cache:
             )  # fmt: skip
             return self._eviction(entry)
 
-        self.counters.evicted_pages[group] += self.tree.evict(group, count, key)
+        pages = self.pools[group]
+        before = pages.num_evictable
+        try:
+            self.tree.evict(group, count, key)
+        finally:  # a policy may fail when pages have gone
+            self.counters.evicted_pages[group] += before - pages.num_evictable
 
     def reclaim(self, seq: Sequence) -> None:
         """Release the pages that no later query of the sequence reads, by the groups' masks."""
@@ -311,7 +318,7 @@ class Cache:
             table = seq.tables[group]
             whole = length // size  # the last page, while it fills, stays
             live = table.view[:whole]
-            dead = self.masks[group].dead(q_from, whole * size)
+            dead = self.masks[group].given_up(q_from, whole)
             gone = np.flatnonzero(dead & (live != NULL))
             holes = self.spec.groups[group].reclaim == "holes"
             # Dead entries of a prefix that was found are null already: compaction drops them too.
@@ -326,7 +333,7 @@ class Cache:
             kept = np.concatenate([live[~dead], table.view[whole:]])
             table.truncate(0)
             table.extend(kept)
-            seq.least_len[group] = q_from + seq.removed[group]
+            seq.least_len[group] = max(seq.least_len[group], q_from + seq.removed[group])
             seq.removed[group] += int(dead.sum()) * size
             # Later keys depend on positions that no other sequence has.
             seq.publishes = False
@@ -360,11 +367,14 @@ class Cache:
             if pages.num_evictable:
                 self._evict(group, pages.num_evictable)
 
-    def count_saved(self, saved: Items[Saving], sign: int) -> None:
-        """Contents of a suspended sequence came to the host (1), or left it (-1)."""
+    def count_saved(self, saved: Items[Saving], sign: int, moved: Items[int] = ()) -> None:
+        """Contents of a suspended sequence came to the host (1), or left it (-1).
+
+        moved: pages of each group that were copied for it.
+        """
         num_bytes = sum(t.nbytes for x in saved for t in _tensors(x.contents))
         self.counters.host_bytes += sign * num_bytes
-        self.counters.swapped_bytes += num_bytes
+        self.counters.swapped_bytes += sum(n * self.spec.page_bytes(g) for g, n in enumerate(moved))
 
     # --- what is known of it ----------------------------------------------------------------------
 

@@ -87,6 +87,16 @@ class MaskPages:
             out[first:last] = False
         return out
 
+    def given_up(self, q_from: int, pages: int) -> Bools:
+        """[pages]: the first pages of a sequence that it need not keep, for queries from q_from on.
+
+        Those are the dead ones that end by q_from: new tokens go to the page of q_from and to later
+        ones, whatever the mask makes of their keys.
+        """
+        out = self.dead(q_from, pages * self._page_size)
+        out[max(0, q_from) // self._page_size :] = False
+        return out
+
 
 def dead_pages(
     variant: Variant | None,
@@ -123,10 +133,10 @@ def dead_pages(
         >>> fa.kv.dead_pages(fa.SlidingWindow(64), q_from=200, kv_len=200, max_kv_len=4096,
         ...                  page_size=16)  # keys below 137 are dead: 8 pages
     """
-    max_kv_len = check_int("max_kv_len", max_kv_len, 1)
+    page_size = check_int("page_size", page_size, 1, 1 << 16)
+    max_kv_len = check_int("max_kv_len", max_kv_len, 1, INT32_MAX - page_size)
     kv_len = check_int("kv_len", kv_len, 0, max_kv_len)
     q_from = check_int("q_from", q_from, 0, max_kv_len)
-    page_size = check_int("page_size", page_size, 1, 1 << 16)
     kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
     group = Group(
         (0,), kv_heads, 8, num_q_heads=num_q_heads, variant=as_variant(variant),

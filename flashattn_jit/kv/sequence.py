@@ -136,6 +136,8 @@ class Sequence:
             return
         left = max(0, kv_len - removed)
         dead = mask.dead(left, left)
+        if left % self.cache.spec.page_size:
+            dead[-1] = False  # new tokens go to its last page
         lost = (table[: len(dead)] == NULL) & ~dead
         if lost.any() or kv_len < self.least_len[group]:
             raise InputError(
@@ -156,7 +158,7 @@ class Sequence:
             entries = np.flatnonzero(table.view)
             saved.append(Saving(entries, save_pages(pages.memory, table.view[entries])))
         self.saved = saved
-        cache.count_saved(saved, 1)
+        cache.count_saved(saved, 1, [len(x.entries) for x in saved])
         self._release()
 
     def resume(self) -> None:
@@ -197,7 +199,7 @@ class Sequence:
         ):
             there[saving.entries[rows]] = new
             table.view[:] = there
-        cache.count_saved(self.saved, -1)
+        cache.count_saved(self.saved, -1, needed)
         self.saved = None
         self.version += 1
 

@@ -44,6 +44,7 @@ class Step:
         self.q_indptr = torch.from_numpy(indptr)
         self.num_tokens = int(indptr[-1])
         self._counts = counts
+        self._starts = [seq.tokens.length for seq, _ in self._items]
         self._paged: dict[int, Paged] = {}
         self._appends: dict[int, AppendPlan] = {}
         self._make_room()
@@ -109,16 +110,17 @@ class Step:
     @property
     def positions(self) -> torch.Tensor:
         """int64 cpu tensor [num_tokens]: the position of each new token in its sequence."""
-        starts = np.array([seq.tokens.length for seq, _ in self._items], np.int64)
+        starts = np.array(self._starts, np.int64)
         begins = np.repeat(starts - self.q_indptr.numpy()[:-1], self._counts)
         return torch.from_numpy(begins + np.arange(self.num_tokens))
 
     def paged(self, group: int = 0) -> Paged:
         """The pages of each sequence in a group, new tokens counted, for plans and appends."""
         self._check("paged()")
+        group = self._cache.check_group(group)
         found = self._paged.get(group)
         if found is None:
-            found = self._paged[group] = self._make_paged(self._cache.check_group(group))
+            found = self._paged[group] = self._make_paged(group)
         return found
 
     def own_pages(self, group: int, skipped: NDArray[np.int64]) -> Paged:
@@ -190,13 +192,16 @@ class Step:
         """The tokens belong to their sequences; full pages can be found by other sequences.
 
         Call it when the keys and values of all layers are written. Pages that a group's mask can
-        never read again are released.
+        never read again are released. A commit that was interrupted may be called again, or
+        aborted: sequences that it came to keep their tokens.
         """
         self._check("commit()")
         cache, size = self._cache, self._cache.spec.page_size
         lookback = cache.lookback if cache.reclaiming else None
-        for (seq, tokens), count in zip(self._items, self._counts, strict=True):
-            if not count:
+        for (seq, tokens), count, start in zip(
+            self._items, self._counts, self._starts, strict=True
+        ):
+            if not count or seq.tokens.length > start:  # an interrupted commit came to it
                 continue
             if count == 1:
                 seq.tokens.append(tokens[0])
@@ -208,7 +213,8 @@ class Step:
             # Once a page, when the first query that may come enters another one.
             if lookback is not None and (length - lookback) % size < count:
                 cache.reclaim(seq)
-        # Last, so that an interrupted commit can be aborted: what it came to keeps its tokens.
+        # Last, so that an interrupted commit can be aborted, when what it came to keeps its tokens,
+        # or called again.
         self._end()
         cache.counters.appended_tokens += self.num_tokens
 
@@ -271,7 +277,7 @@ def _read_items(
         )
     read: list[tuple[Sequence, Ints | list[int]]] = []
     numbers: set[int] = set()
-    for i, item in enumerate(items):
+    for i, item in enumerate(list(items)):  # a generator may still change sequences
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise InputError(f"items[{i}] must be a pair (sequence, token ids), got {shown(item)}")
         seq, tokens = item
@@ -306,12 +312,12 @@ def _one_token(item: int, tokens: list[int]) -> list[int]:
 
 def read_tokens(name: str, tokens: Any) -> Ints:
     """Token ids as an int64 array [n]. Raises InputError."""
-    if isinstance(tokens, torch.Tensor):
-        if tokens.device.type != "cpu":
-            raise InputError(f"{name} is on {tokens.device}; tokens are read on the host")
-        tokens = tokens.detach().numpy()
+    if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":
+        raise InputError(f"{name} is on {tokens.device}; tokens are read on the host")
     try:
-        found = np.asarray(tokens)
+        if isinstance(tokens, torch.Tensor):
+            tokens = tokens.detach().numpy()
+        found = np.array(tokens)  # a copy: a step reads its tokens until the commit
     except (TypeError, ValueError) as error:
         raise InputError(f"{name} must be 1-D ints: {error}") from None
     if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):

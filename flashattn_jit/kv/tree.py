@@ -126,6 +126,12 @@ class PageTree:
             self._roots[namespace] = self._nodes[root.number] = root
         return root
 
+    def forget(self, namespace: bytes) -> None:
+        """Drop the root of a namespace if it has no pages; places in it stay usable."""
+        root = self._roots.get(namespace)
+        if root is not None:
+            self._trim(root)
+
     def match(self, namespace: bytes, tokens: Ints) -> list[tuple[Node, int]]:
         """The longest known prefix of whole pages: nodes, and how many pages of each."""
         path: list[tuple[Node, int]] = []
@@ -160,6 +166,8 @@ class PageTree:
         which stays out of the tree.
         """
         size, total = self._page_size, len(tokens) // self._page_size
+        while total and not any(table[total - 1] for table in tables):
+            total -= 1  # a node ends with a page that some group holds
         node, position = self._locate(place) or self.root(namespace), place.position
         if isinstance(node, Root):
             position = 0
@@ -212,9 +220,11 @@ class PageTree:
         assert position == node.end
         size = self._page_size
         digest = node.digest(position) if node.length else _before(node)
+        digests = bytearray()  # a long prompt has thousands: an interrupt here changes nothing
         for at in range(position, len(tokens) // size):
             digest = page_digest(digest, tokens[at * size : (at + 1) * size])
-            node.digests += digest
+            digests += digest
+        node.digests += digests
         node.tokens.extend(tokens[position * size :])
         for group, own, table in zip(self._groups, node.pages, tables, strict=True):
             pages = table[position:]
@@ -275,8 +285,8 @@ class PageTree:
                 node.num_uses += uses
             node = node.parent
 
-    def evict(self, group: int, count: int, key: Callable[[Node], Any]) -> int:
-        """Drop up to `count` pages of a group that only the tree holds; returns how many.
+    def evict(self, group: int, count: int, key: Callable[[Node], Any]) -> None:
+        """Drop up to `count` pages of a group that only the tree holds.
 
         The node with the least key goes first, from its last page on; a node waits for those below
         it that have such pages.
@@ -306,7 +316,6 @@ class PageTree:
                 waiting[parent.number] -= 1
                 if not waiting[parent.number]:
                     heapq.heappush(heap, (key(parent), parent.number))
-        return dropped
 
     def _trim(self, node: Node) -> None:
         """Shorten a leaf to its last page that some group holds; without pages it goes."""

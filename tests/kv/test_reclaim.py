@@ -51,6 +51,8 @@ LIBRARY: list[tuple[fa.Variant, Mask]] = [
     (fa.Dilated(40, 8), lambda b, h, q, k: (k <= q) & (q - k <= 40) & ((q - k) % 8 == 0)),
     (fa.BlockCausal(16), lambda b, h, q, k: k // 16 <= q // 16),
     (fa.BlockDiffusion(80, 16), fa.BlockDiffusion(80, 16).mask_mod),
+    (fa.Natten(150, 9), fa.Natten(150, 9).mask_mod),
+    (fa.Natten((10, 16), (3, 5)), fa.Natten((10, 16), (3, 5)).mask_mod),
     (
         fa.Dilated(32, 4) | fa.SlidingWindow(6).named("near"),
         lambda b, h, q, k: (k <= q) & ((q - k < 6) | ((q - k <= 32) & ((q - k) % 4 == 0))),
@@ -164,3 +166,6 @@ def test_numbers_out_of_range(name: str) -> None:
     given = {"q_from": 3, "kv_len": 5, "max_kv_len": 9, "page_size": 2}
     with pytest.raises(fa.InputError, match=name):
         fa.kv.dead_pages(fa.Causal(), **{**given, name: -1})
+    if name == "max_kv_len":  # rounded up to pages, it does not fit 32 bits
+        with pytest.raises(fa.InputError, match=name):
+            fa.kv.dead_pages(fa.Causal(), **{**given, name: 2**31 - 1})

@@ -144,6 +144,39 @@ def test_a_policy_that_fails_leaves_a_sound_cache() -> None:
     seq.close()
 
 
+def test_pages_that_went_before_a_policy_failed_are_counted() -> None:
+    calls = []
+
+    def policy(found: fa.kv.Entry) -> int:
+        calls.append(found)
+        if len(calls) > 2:
+            raise ZeroDivisionError
+        return found.order
+
+    engine = made(num_pages=8, eviction=policy)
+    for start in (50, 60):
+        run(engine, [*range(8), *range(start, start + 8)]).close()
+    with pytest.raises(ZeroDivisionError):
+        run(engine, list(range(100, 132)))  # after the branches the policy is asked for their stem
+    (group,) = engine.cache.stats().groups
+    assert (group.evictable, group.free, group.evicted) == (2, 6, 4)
+    engine.cache.check()
+
+
+def test_swapped_bytes_are_those_that_were_moved() -> None:
+    engine = made()
+    seq = run(engine, list(range(10)))
+    page = engine.cache.spec.page_bytes(0)
+    seq.suspend()
+    assert engine.cache.stats().swapped_bytes == 3 * page
+    seq.resume()  # two of its pages are in the index
+    assert engine.cache.stats().swapped_bytes == 4 * page
+    seq.suspend()
+    seq.close()
+    stats = engine.cache.stats()
+    assert (stats.swapped_bytes, stats.host_bytes) == (7 * page, 0)
+
+
 def test_dtypes_and_layouts_of_the_memory() -> None:
     for layout in ("page", "layer"):
         group = fa.kv.Group((0, 1), 2, 16, head_dim_v=8)

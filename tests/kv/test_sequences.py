@@ -320,9 +320,12 @@ def test_another_thread_gets_an_error() -> None:
 
 @pytest.mark.parametrize(
     "tokens",
-    [[1.5], [[1]], ["a"], 3, [-1], np.array([2**63], np.uint64), torch.ones(2), [None], [True]],
+    [
+        [1.5], [[1]], ["a"], 3, [-1], np.array([2**63], np.uint64), torch.ones(2), [None], [True],
+        torch.ones(2).bfloat16(), torch.ones(2).long().to_sparse(),
+    ],
     ids=repr,
-)
+)  # fmt: skip
 def test_tokens_that_are_none(tokens: object) -> None:
     engine = made()
     seq = engine.open([])
@@ -335,7 +338,8 @@ def test_tokens_that_are_none(tokens: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_pages", 0), ("num_pages", [1, 2]), ("max_kv_len", 0), ("layout", "flat"),
+        ("num_pages", 0), ("num_pages", [1, 2]), ("max_kv_len", 0), ("max_kv_len", 2**31 - 1),
+        ("layout", "flat"),
         ("eviction", fa.kv.LRU), ("lookback", -1), ("spec", None),
         ("device", "foo"), ("device", "meta"),
     ],
@@ -403,3 +407,127 @@ def test_caches_sequences_and_appends_are_not_copied(duplicate: Any) -> None:
         for value in (engine.cache, seq, step, append):
             with pytest.raises(fa.InputError, match="cannot be copied"):
                 duplicate(value)
+
+
+def test_tokens_are_read_when_the_step_is_made() -> None:
+    engine = made()
+    seq, buffer = engine.open([]), torch.arange(8)
+    with engine.cache.step([(seq, buffer)]) as step:
+        buffer.fill_(-3)  # as engines use their buffers again
+        engine.tokens[seq.number] = []
+        engine.write(step)
+        step.commit()
+    engine.tokens[seq.number] = list(range(8))
+    engine.verify_all()
+    assert engine.open(list(range(9))).num_cached == 8
+
+
+def test_an_interrupted_commit_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = made()
+    one, two = engine.open([]), engine.open([])
+    step = engine.cache.step([(one, range(9)), (two, range(50, 58))])
+    engine.write(step)
+
+    def interrupted(step: fa.kv.Step, seq: fa.kv.Sequence) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fa.kv.Step, "_publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step.commit()
+    step.commit()
+    assert (one.kv_len, two.kv_len) == (9, 8)
+    assert step.positions.tolist() == [*range(9), *range(8)]
+    for seq in (one, two):
+        engine.tokens[seq.number] = seq.token_ids.tolist()
+    engine.step([(one, [1]), (two, [2])])
+    assert engine.open([*range(8), 1]).num_cached == 8, "published with the next commit"
+    engine.verify_all()
+
+
+def test_a_generator_of_items_that_closes_a_sequence() -> None:
+    engine = made()
+    seq = engine.open([])
+
+    def items() -> Any:
+        yield seq, [1]
+        seq.close()
+
+    with pytest.raises(fa.SequenceError, match="closed"):
+        engine.cache.step(items())
+    engine.cache.check()
+
+
+def test_namespaces_without_pages_are_forgotten() -> None:
+    engine = made()
+    for i in range(20):
+        engine.open([1], namespace=b"%d" % i).close()
+    one, two = engine.open([], namespace=b"a"), engine.open([], namespace=b"a")
+    one.close()
+    engine.step([(two, list(range(9)))])  # from a root that was dropped
+    assert engine.open(list(range(9)), namespace=b"a").num_cached == 8
+    engine.verify_all()
+    for seq in engine.cache.sequences:
+        seq.close()
+    assert len(list(engine.cache.tree.nodes())) == 2
+    engine.cache.clear()
+    assert not list(engine.cache.tree.nodes())
+
+
+def sinks_alone(**options: object) -> Engine:
+    """A mask that gives a page up before its first query comes: all but the first four keys."""
+    variant = fa.variant(mask_mod=lambda b, h, q, k: (k <= q) & (k < 4))
+    group = fa.kv.Group((0,), 1, 4, variant=variant, **options)  # type: ignore[arg-type]
+    spec = fa.kv.Spec((group,), 4, torch.float32)
+    lookback = 0 if options.get("reclaim") is None else 8
+    cache = fa.kv.Cache(spec, 16, max_kv_len=64, lookback=lookback)
+    return Engine(cache, [lambda q, k: k <= q and k < 4])
+
+
+def test_a_trim_does_not_end_in_the_null_page() -> None:
+    """New tokens would be written to it."""
+    engine = sinks_alone()
+    seq = engine.open([])
+    engine.step([(seq, list(range(12)))])
+    assert seq.pages()[0] and not seq.pages()[1:].any()
+    with pytest.raises(fa.InputError, match="too far back"):
+        seq.trim(10)
+    seq.trim(8)
+    engine.tokens[seq.number] = list(range(8))
+    engine.step([(seq, [1])])
+    engine.verify_all()
+
+
+@pytest.mark.parametrize("reclaim", ["holes", "compact"])
+def test_a_trim_within_lookback_finds_its_page(reclaim: str) -> None:
+    engine = sinks_alone(reclaim=reclaim)
+    seq = engine.open([])
+    engine.step([(seq, list(range(24)))])
+    assert np.count_nonzero(seq.pages()) == 3, "the pages of lookback are for new tokens"
+    seq.trim(17)
+    del engine.tokens[seq.number][17:]
+    engine.step([(seq, [1])])
+    seq.trim(16)
+    del engine.tokens[seq.number][16:]
+    engine.verify_all()
+    other = engine.open([*range(16), 9])
+    assert other.num_cached == 16
+    other.trim(9)
+    del engine.tokens[other.number][9:]
+    engine.step([(other, [1])])
+    engine.verify_all()
+
+
+def test_pages_that_no_group_holds_are_not_published() -> None:
+    """Nothing would ever evict them."""
+    variant = fa.variant(mask_mod=lambda b, h, q, k: k < 0)
+    spec = fa.kv.Spec((fa.kv.Group((0,), 1, 4, variant=variant),), 4, torch.float32)
+    engine = Engine(fa.kv.Cache(spec, 16, max_kv_len=64), [lambda q, k: False])
+    seq = engine.open([])
+    engine.step([(seq, list(range(12)))])
+    engine.cache.clear()
+    seq.trim(8)
+    engine.tokens[seq.number] = list(range(8))
+    engine.step([(seq, [1])])
+    seq.close()
+    assert not list(engine.cache.tree.nodes())
