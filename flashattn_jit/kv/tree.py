@@ -293,12 +293,17 @@ class PageTree:
         """
         pages = self._groups[group]
         evictable = pages.evictable()
-        waiting: dict[int, int] = {}  # children with such pages, by node
+        waiting: dict[int, int] = {}  # nodes with such pages whose next one above is this node
         nodes = [self._nodes[int(n)] for n in np.unique(pages.owner[evictable])]
         having = {node.number for node in nodes}
+        above: dict[int, Node] = {}  # the next such node, past those that are in use
         for node in nodes:
-            if node.parent is not None and node.parent.number in having:
-                waiting[node.parent.number] = waiting.get(node.parent.number, 0) + 1
+            parent = node.parent
+            while parent is not None and parent.number not in having:
+                parent = parent.parent
+            if parent is not None:
+                above[node.number] = parent
+                waiting[parent.number] = waiting.get(parent.number, 0) + 1
         heap = [(key(n), n.number) for n in nodes if n.number not in waiting]
         heapq.heapify(heap)
         dropped = 0
@@ -310,12 +315,12 @@ class PageTree:
             view[at] = NULL
             pages.drop(gone)
             dropped += len(gone)
-            parent = node.parent
             self._trim(node)
-            if parent is not None and parent.number in waiting:
-                waiting[parent.number] -= 1
-                if not waiting[parent.number]:
-                    heapq.heappush(heap, (key(parent), parent.number))
+            upper = above.get(node.number)
+            if upper is not None:
+                waiting[upper.number] -= 1
+                if not waiting[upper.number]:
+                    heapq.heappush(heap, (key(upper), upper.number))
 
     def _trim(self, node: Node) -> None:
         """Shorten a leaf to its last page that some group holds; without pages it goes."""

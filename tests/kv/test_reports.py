@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from tests.kv.engine import Engine
 from tests.kv.test_sequences import made, run
 
 
@@ -86,6 +87,23 @@ def test_a_prefix_outlives_its_branches_under_a_policy_that_would_drop_it_first(
         run(engine, [*range(8), *range(start, start + 8)]).close()
     run(engine, list(range(100, 116))).close()  # 4 pages: two free ones and two of the branches
     assert engine.open([*range(8), 1]).num_cached == 8
+    engine.verify_all()
+
+
+def test_a_prefix_that_a_window_gave_up_outlives_what_follows_the_pages_in_use() -> None:
+    group = fa.kv.Group((0,), 1, 4, variant=fa.SlidingWindow(4))
+    spec = fa.kv.Spec((group,), 4, torch.float32)
+    cache = fa.kv.Cache(spec, 14, max_kv_len=256, eviction=lambda entry: entry.position)
+    engine = Engine(cache, [lambda q, k: 0 <= q - k < 4])
+    run(engine, [*range(8), 70, 71, 72, 73]).close()
+    holder = run(engine, list(range(12)))  # page 2; pages 0 and 1 are evictable
+    for token in (5, 6):
+        run(engine, [*range(12), *[token] * 4]).close()
+    assert cache.stats().groups[0].evictable == 5
+    run(engine, list(range(100, 144)))  # room for what the window keeps on the way
+    assert cache.stats().groups[0].evicted == 3, "the three branches"
+    assert engine.open([*range(8), 1]).num_cached == 8
+    assert holder.pages()[2]
     engine.verify_all()
 
 
