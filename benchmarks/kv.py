@@ -106,7 +106,34 @@ def append_rows(options: argparse.Namespace) -> list[Row]:
         detail = f"index_put {median(times['index_put']) * 1e6:.1f} us"
         claim = f"append a layer, {count} tokens of 8 heads x 128, after its plan"
         rows.append(time_row(claim, goal, times["plan"], "us", detail))
+        rows.append(_rotated_row(options, indptr, paged, key, (k, v, k_pages, v_pages)))
     return rows
+
+
+def _rotated_row(
+    options: argparse.Namespace,
+    indptr: Tensor,
+    paged: fa.Paged,
+    key: Tensor,
+    given: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> Row:
+    """Appending keys that are rotated on the way, beside torch's rotation before the append."""
+    k, v, k_pages, v_pages = given
+    plain = fa.plan_append(indptr, paged)
+    rotating = fa.plan_append(indptr, paged, transform=fa.RoPE())
+    cos, sin = (torch.randn(len(key), 1, _DIM // 2).to(_BF16) for _ in range(2))
+
+    def torch_first() -> None:
+        x, y = k.chunk(2, -1)
+        rotated = torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
+        plain.run(rotated, v, k_pages, v_pages)
+
+    runs = {"transform": partial(rotating.run, k, v, k_pages, v_pages), "torch": torch_first}
+    times = interleave(runs, 10 * options.pairs)
+    value, spread = ratio(times["torch"], times["transform"])
+    detail = f"{median(times['transform']) * 1e6:.0f} us"
+    claim = f"append a layer with RoPE, {len(key)} tokens: torch's rotation first over transform"
+    return Row(claim, None, value, "x", "higher", spread, detail)
 
 
 def _decoding(

@@ -27,6 +27,14 @@ def rename(*args: Any) -> Any:
 
 
 @provide
+def only(*args: Any) -> Any:
+    """`Variant.only` and `Variant.without`."""
+    from .variants import compose
+
+    return compose.only(*args)
+
+
+@provide
 def attention_reference(*args: Any, **options: Any) -> Any:
     """`Variant.reference`."""
     from .variants import reference

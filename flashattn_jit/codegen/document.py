@@ -35,6 +35,7 @@ from .spec import (
     KernelSpec,
     TileKind,
     UtilitySpec,
+    append_kernel,
     cuda_dtypes,
     name_of,
 )
@@ -47,7 +48,7 @@ MANIFEST_SCHEMA = 1
 """Version of a manifest's line."""
 
 _CPU_FEATURES = ("block_mask", "indirect")
-_TILE_KINDS = ("prefill", "few_row", "prefill_wgmma")
+_TILE_KINDS = ("prefill", "few_row", "prefill_wgmma", "append")
 _UTILITIES = ("merge_states", "append_paged_kv")
 _UNIT_BYTES = (1, 2, 4, 8, 16)
 _MAX_TILE = 4096
@@ -217,10 +218,26 @@ def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
     choice("tile[0]", tile_kind, _TILE_KINDS)
     warps, stages = _sequence("warps", doc["warps"], 2)
     _check_tile(target, tile_kind, tile_q, tile_kv, warps, stages)
-    return KernelSpec(
+    spec = KernelSpec(
         variant, *dtypes, head_dim, head_dim_v, target, cast(TileKind, tile_kind), tile_q, tile_kv,
         _features(doc["features"], cuda), name, warps, stages,
     )  # fmt: skip
+    if tile_kind == "append":
+        _check_append(spec)
+    return spec
+
+
+def _check_append(spec: KernelSpec) -> None:
+    """Raises ManifestError unless a kernel of kind "append" is one of the planner's."""
+    dtypes = (spec.k_dtype, spec.v_dtype)
+    for i, dtype in enumerate(dtypes):
+        choice(f"dtypes[{i + 1}]", dtype, Q_DTYPES)
+    choice("target", spec.target, (*CPU_TARGETS, *CUDA_TARGETS))
+    for hook, _ in (*spec.variant.hooks, *spec.variant.cpp):
+        choice("variant.hooks", hook, ("key_mod", "value_mod"))
+    dims = (spec.head_dim, spec.head_dim_v)
+    if spec != append_kernel(spec.variant, dims, dtypes, spec.target):
+        raise fail("tile", "appending has one kernel, of 16 tokens, with the dtype of k for q")
 
 
 def _sequence(where: str, value: object, count: int) -> list[Any]:

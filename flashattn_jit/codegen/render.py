@@ -44,7 +44,10 @@ def render(spec: AnySpec) -> str:
     if isinstance(spec, UtilitySpec):
         return environment().get_template(spec.template).render(spec=spec)
     mask = spec.variant.hook("mask_mod")
-    names = _cuda_names(spec) if is_cuda(spec.target) else _cpu_names(spec)
+    if not is_cuda(spec.target):
+        names = _cpu_names(spec)
+    else:
+        names = _cuda_code(spec) if spec.tile_kind == "append" else _cuda_names(spec)
     return (
         environment()
         .get_template(spec.template)
@@ -70,6 +73,13 @@ def _cpu_names(spec: KernelSpec) -> dict[str, object]:
     }
 
 
+def _cuda_code(spec: KernelSpec) -> dict[str, object]:
+    return {
+        "element": {"float16": "Float16", "bfloat16": "Bfloat16"}[spec.q_dtype],
+        "hooks": lower_hooks(spec.variant, spec.name, backend="cuda"),
+    }
+
+
 def _cuda_names(spec: KernelSpec) -> dict[str, object]:
     for other in _NOT_WITH_SPARSE if "sparse" in spec.features else ():
         if other in spec.features:
@@ -88,6 +98,5 @@ def _cuda_names(spec: KernelSpec) -> dict[str, object]:
         "warpgroup_registers": warpgroup_registers(spec),
         "merge_shared_bytes": merge_shared_bytes(spec),
         "merge_waits": sm_version(spec.target) >= 90,
-        "element": {"float16": "Float16", "bfloat16": "Bfloat16"}[spec.q_dtype],
-        "hooks": lower_hooks(spec.variant, spec.name, backend="cuda"),
+        **_cuda_code(spec),
     }

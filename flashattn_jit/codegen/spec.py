@@ -287,8 +287,9 @@ SCHEMA = 2
 UTILITY_SCHEMA = 1
 """The same of other kernels."""
 
-TileKind = Literal["prefill", "few_row", "prefill_wgmma"]
-"""prefill_wgmma: prefill by the matrix instructions of warpgroups, on Hopper."""
+TileKind = Literal["prefill", "few_row", "prefill_wgmma", "append"]
+"""prefill_wgmma: prefill by the matrix instructions of warpgroups, on Hopper. append: no attention,
+but new keys and values that key_mod and value_mod change on their way into pages."""
 FEATURES = ("block_mask", "paged", "mixed_rows", "sparse", "unaligned", "indirect")
 """block_mask: a byte map decides which tiles are visited. paged: key rows are found through a page
 table. mixed_rows: rows of several requests share an item's keys. sparse: items visit lists of key
@@ -322,7 +323,8 @@ class KernelSpec:
     @property
     def template(self) -> str:
         """The template that renders this spec, below templates/."""
-        return "cuda/attention.cu.j2" if is_cuda(self.target) else "cpu/attention.cpp.j2"
+        kernel = "append" if self.tile_kind == "append" else "attention"
+        return f"cuda/{kernel}.cu.j2" if is_cuda(self.target) else f"cpu/{kernel}.cpp.j2"
 
     def document(self) -> str:
         """The canonical JSON that identifies the spec: equal specs, equal text, on any machine."""
@@ -350,6 +352,29 @@ class KernelSpec:
             scalars=tuple(replace(p, name="") for p in self.variant.scalars),
         )
         return variant_to_json(nameless)
+
+
+APPEND_TOKENS = 16
+"""New tokens of an item of work of appends."""
+
+
+def append_kernel(
+    variant: VariantIR,
+    head_dims: tuple[int, int],
+    dtypes: tuple[str, str],
+    target: str,
+    name: str = "variant",
+) -> KernelSpec:
+    """The kernel that changes new keys and values by the variant's hooks on their way into pages.
+
+    dtypes: of keys and values.
+    """
+    compiled = compiled_target(target)
+    warps, stages = (4, 1) if is_cuda(compiled) else (0, 0)
+    return KernelSpec(
+        variant, dtypes[0], *dtypes, *head_dims, compiled, "append", APPEND_TOKENS, 16, (), name,
+        warps, stages,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

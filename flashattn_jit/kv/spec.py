@@ -13,6 +13,7 @@ import torch
 
 from ..codegen.spec import KV_DTYPES
 from ..errors import InputError
+from ..ops.append import check_transform
 from ..ops.arguments.checks import check_heads, check_int, shown
 from ..variants.ir.dtypes import DTYPE_NAMES
 from ..variants.library import Causal, Chunked, SlidingWindow
@@ -41,6 +42,10 @@ class Group:
             behind them move up, so that positions count the keys that are left, as in StreamingLLM
             (Xiao et al. 2023, arXiv 2309.17453), section 3.2; hooks see these positions.
             "never": they stay.
+        transform: a variant whose key_mod and value_mod change new rows on their way into the
+            pages, as for `fa.plan_append`: keys are then rotated or normed once, not whenever they
+            are read. `variant` is without these hooks. Not with "compact", which gives keys new
+            positions.
 
     Raises InputError for sizes and names that are out of range.
 
@@ -56,6 +61,7 @@ class Group:
     variant: Variant | None = None
     mask_params: Mapping[str, object] = field(default_factory=dict)
     reclaim: Reclaim = "holes"
+    transform: Variant | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -84,6 +90,12 @@ class Group:
         put("mask_params", MappingProxyType(dict(self.mask_params)))
         if self.reclaim not in _RECLAIMS:
             raise InputError(f"reclaim={shown(self.reclaim)} must be one of {', '.join(_RECLAIMS)}")
+        check_transform(self.transform)
+        if self.transform is not None and self.reclaim == "compact":
+            raise InputError(
+                'reclaim="compact" gives keys new positions, but transform stores them as they are '
+                "at the old ones; let the variant's key_mod change them when they are read"
+            )
 
     @property
     def row_elements(self) -> tuple[int, int]:
@@ -142,14 +154,16 @@ class Spec:
 
     @property
     def fingerprint(self) -> bytes:
-        """A digest of shapes, layers, page size and dtype: caches with another one share nothing.
+        """A digest of shapes, layers, page size, dtype and the names of transforms: caches with
+        another one share nothing.
 
         It is the same in every process.
         """
-        document = [
-            "fajit-kv/1", self.page_size, DTYPE_NAMES[self.dtype],
-            [[g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v] for g in self.groups],
-        ]  # fmt: skip
+        groups = [
+            [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, g.transform and g.transform.name]
+            for g in self.groups
+        ]
+        document = ["fajit-kv/1", self.page_size, DTYPE_NAMES[self.dtype], groups]
         return hashlib.sha256(json.dumps(document).encode()).digest()
 
     @classmethod

@@ -169,22 +169,28 @@ class Step:
         group = self._cache.check_group(group)
         return self._cache.planners[group].plan(self, attention, group, mask_params)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, **params: object) -> None:
         """Write the keys and values of the new tokens into a layer's pages.
 
         Args:
             layer: the number of the layer.
             k, v: [num_tokens, num_kv_heads, head_dim], [num_tokens, num_kv_heads, head_dim_v] in
                 the cache's dtype and on its device.
+            **params: those of the group's transform, such as the weights of the layer's norm.
 
-        Raises InputError for tensors that do not fit, and then writes nothing.
+        Raises InputError for tensors that do not fit, ParamError for params that do not, and then
+        writes nothing.
         """
         self._check("append()")
         views, group = self._cache.tensors(layer), self._cache.group_of(layer)
         append = self._appends.get(group)
         if append is None:
-            append = self._appends[group] = plan_append(self.q_indptr, self.paged(group))
-        append.run(k, v, *views)
+            transform = self._cache.spec.groups[group].transform
+            append = self._appends[group] = plan_append(
+                self.q_indptr, self.paged(group), transform=transform
+            )
+        k_pages, v_pages = views
+        append.run(k, v, k_pages, v_pages, **params)
 
     # --- its end ----------------------------------------------------------------------------------
 

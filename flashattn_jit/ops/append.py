@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -11,22 +12,24 @@ import torch
 from numpy.typing import NDArray
 
 from .. import _C
-from ..codegen.spec import UtilitySpec, on_cpu, utility_target
-from ..codegen.targets import compiled_target
-from ..errors import InputError
-from ..torch_modes import is_direct
+from ..codegen.spec import MAX_HEAD_DIM, on_cpu, utility_target
+from ..errors import InputError, ParamError
+from ..planner.reachable import CHANGED, appends_dtypes
+from ..torch_modes import is_direct, is_quiet_and_plain
+from ..variants.binding import bind
+from ..variants.compose import present_hooks
+from ..variants.ir.dtypes import DTYPE_NAMES
+from ..variants.variant import Variant
 from .arguments import checks
 from .arguments.calls import host_array
 from .arguments.new_rows import check_memory, check_new_rows
-from .device.cuda import LaunchTensors
 from .keys.paged import Paged
 from .keys.storage import check_pages, read_storage
-from .launching.utility import UtilityWork, addresses, layouts, run_utility
+from .launching.appends import Changes, Places, copy_rows
 from .torch_ops import as_op
 
 _Step = tuple[int, int, int, int, int, int]
-_ITEM_TOKENS = 16
-_UNIT_BYTES = 16
+_NO_PARAMS: Mapping[str, object] = MappingProxyType({})
 
 
 def append_paged_kv(
@@ -38,6 +41,7 @@ def append_paged_kv(
     paged: Paged,
     *,
     positions: torch.Tensor | None = None,
+    transform: Variant | None = None,
     target: str | None = None,
 ) -> None:
     """Write the newest keys and values of each request to the ends of their pages.
@@ -55,6 +59,8 @@ def append_paged_kv(
             q_indptr[b] to q_indptr[b + 1].
         paged: the pages of each request; see `Paged`.
         positions: the key that each token becomes instead, as for `plan_append`.
+        transform: a variant whose key_mod and value_mod change the rows first, as for
+            `plan_append`, whose runs take params.
         target: a CUDA target on CUDA tensors, or one such as ``"emulated:sm_80"`` on CPU tensors;
             the device's own by default.
 
@@ -71,11 +77,11 @@ def append_paged_kv(
         >>> fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, paged)
     """
     given = (k, v, k_pages, v_pages)
-    if torch.compiler.is_dynamo_compiling() or not is_direct(*given):
-        _refuse_positions(positions)
+    more = positions is not None or transform is not None
+    if _is_op(given, more):
         as_op.append(run_append, *given, q_indptr, paged, target)
     else:
-        _plan(q_indptr, paged, positions, _device_of(k), target).write(*given)
+        AppendPlan(q_indptr, paged, positions, transform, _device_of(k), target).write(*given)
 
 
 def plan_append(
@@ -83,6 +89,7 @@ def plan_append(
     paged: Paged,
     *,
     positions: torch.Tensor | None = None,
+    transform: Variant | None = None,
     device: torch.device | str | None = None,
     target: str | None = None,
 ) -> AppendPlan:
@@ -92,6 +99,10 @@ def plan_append(
         q_indptr, paged: as for `append_paged_kv`.
         positions: int32 or int64 cpu tensor [num_tokens]: the key that each new token becomes, from
             0 to kv_len - 1 of its request. The last keys of each request by default.
+        transform: a variant, such as ``fa.RoPE()`` or a norm and it, ``fa.QKNorm() & fa.RoPE()``.
+            Its key_mod and value_mod change each row before it is stored, rounded once to the
+            dtype; its other hooks have no effect here. Attention over these pages is without them:
+            ``variant.without("key_mod", "value_mod")``. Rows of float32, bfloat16 or float16.
         device: of the tensors of runs; that of page_indices by default.
         target: as for `append_paged_kv`.
 
@@ -106,15 +117,15 @@ def plan_append(
         ...     append.run(k, v, k_pages, v_pages)
     """
     own = paged.page_indices.device if isinstance(paged, Paged) else torch.device("cpu")
-    return _plan(
-        q_indptr, paged, positions, own if device is None else checks.check_device(device), target
-    )
+    device = own if device is None else checks.check_device(device)
+    return AppendPlan(q_indptr, paged, positions, transform, device, target)
 
 
 class AppendPlan:
     """Where the new tokens of a batch go; `plan_append` makes it, and any number of runs use it.
 
-    The tensors of the page tables are referenced, not copied, as in `BatchAttention.plan`.
+    The tensors of the page tables are referenced, not copied, as in `BatchAttention.plan`; on CPUs
+    the places of the tokens are found when it is made.
     """
 
     def __init__(
@@ -122,9 +133,11 @@ class AppendPlan:
         q_indptr: torch.Tensor,
         paged: Paged,
         positions: torch.Tensor | None,
+        transform: Variant | None,
         device: torch.device,
         target: str | None,
     ) -> None:
+        self._transform = check_transform(transform)
         if not isinstance(paged, Paged):
             raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
         rows, self._held_rows = host_array("q_indptr", q_indptr)
@@ -142,7 +155,7 @@ class AppendPlan:
         self._arguments = (q_indptr, paged, target)
         self._device = device
         self._target = utility_target(torch.empty(0, device=device), target)
-        self._positions = positions
+        self._more = positions is not None or transform is not None
         self._keys = _keys(lengths, positions)
         self._slots = self._host_slots() if on_cpu(self._target) else None
         self._forms: dict[object, _Steps] = {}
@@ -156,27 +169,42 @@ class AppendPlan:
         return self._lengths.num_q_tokens
 
     def run(
-        self, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        **params: object,
     ) -> None:
         """Write new keys and values into the pages of one layer.
 
         Args:
             k, v, k_pages, v_pages: as for `append_paged_kv`.
+            **params: the transform's params, by name.
 
         Raises:
             InputError: a tensor is wrong; nothing was written then.
+            ParamError: a param is missing, unknown or does not fit; nothing was written then.
+            CompileError: the transform needed a new kernel and the compiler failed.
             GradError: a tensor requires grad while grad mode is on.
             LaunchError: CUDA refused the launch.
         """
         given = (k, v, k_pages, v_pages)
-        if torch.compiler.is_dynamo_compiling() or not is_direct(*given):
-            _refuse_positions(self._positions)
+        if params and self._transform is None:
+            raise ParamError(f"params {', '.join(params)} are a transform's, but there is none")
+        tensors = [x for x in params.values() if isinstance(x, torch.Tensor)]
+        if _is_op((*given, *tensors), self._more):
             as_op.append(run_append, *given, *self._arguments)
         else:
-            self.write(*given)
+            self.write(*given, params)
 
     def write(
-        self, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        params: Mapping[str, object] = _NO_PARAMS,
     ) -> None:
         """`run` outside of the tracer."""
         given = (k, v, k_pages, v_pages)
@@ -191,10 +219,17 @@ class AppendPlan:
             if not any(t.requires_grad for t in given):  # which is wrong in grad mode alone
                 self._forms[form] = steps
         check_memory(*given)
+        if self._transform is not None:
+            assert steps.changes is not None
+            bound = bind(self._transform, steps.changes.dims, params)
+            checks.check_grad(bound.tensors)
+            if self.num_tokens and k.shape[1]:
+                steps.changes.run(given, bound)
+            return
         if not self.num_tokens:
             return
         if self._slots is None:
-            self._on_device(*given)
+            copy_rows(self._places, given, self._target)
             return
         pages, slots = self._slots
         addresses = [t.data_ptr() for t in given]
@@ -245,7 +280,26 @@ class AppendPlan:
                 f"q_indptr must run from 0 to the number of tokens ({k.shape[0]}), it ends at "
                 f"{self.num_tokens}"
             )
-        return _Steps(_steps(k, k_pages), _steps(v, v_pages))
+        changes = None
+        if self._transform is not None:
+            self._check_changed(k, v)
+            given = (k, v, k_pages, v_pages)
+            changes = Changes(self._places, given, self._target, self._transform.name)
+        return _Steps(_steps(k, k_pages), _steps(v, v_pages), changes)
+
+    def _check_changed(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises InputError for rows that no transform can change."""
+        dtypes = [DTYPE_NAMES.get(t.dtype, str(t.dtype)) for t in (k, v)]
+        if not appends_dtypes(self._target, dtypes):
+            raise InputError(
+                f"k and v are {' and '.join(dtypes)}; a transform changes rows of float32, "
+                "bfloat16 or float16 on CPUs, and on CUDA of one dtype that attention takes there"
+            )
+        for name, dim in (("k", k.shape[2]), ("v", v.shape[2])):
+            if not 1 <= dim <= MAX_HEAD_DIM:
+                raise InputError(
+                    f"{name} has rows of {dim}; a transform changes rows of 1 to {MAX_HEAD_DIM}"
+                )
 
     def _host_slots(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """The page and the slot of each new token."""
@@ -256,50 +310,25 @@ class AppendPlan:
         pages = self._stored.page_indices.numpy()[entry]
         return np.ascontiguousarray(pages, np.int32), (self._keys % size).astype(np.int32)
 
-    def _on_device(
-        self, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
-    ) -> None:
-        stored, lengths = self._stored, self._lengths
-        assert stored.page_indices is not None
-        views = [t.view(torch.uint8) for t in (k, v, k_pages, v_pages)]
-        shapes, unit_bytes, num_pages = layouts(views), _unit_bytes(views), k_pages.shape[0]
-
-        def work() -> UtilityWork:
-            return UtilityWork(
-                UtilitySpec("append_paged_kv", compiled_target(self._target), unit_bytes),
-                lengths,
-                _items(lengths.q_len, self._keys),
-                shapes,
-                num_pages=num_pages,
-            )
-
-        tensors = LaunchTensors(
-            views[0], views[2], views[3], views[2], None, views, addresses(views),
-            page_indices=stored.page_indices,
-            allocations=[
-                ("k", views[0], False),
-                ("v", views[1], False),
-                ("k_pages", views[2], True),
-                ("v_pages", views[3], True),
-                ("page_indices", stored.page_indices, False),
-            ],
-        )  # fmt: skip
-        signature = ("append_paged_kv", shapes, unit_bytes, num_pages, *self._content)
-        run_utility(signature, self._target, k.device, work, tensors)
-
     @cached_property
-    def _content(self) -> tuple[object, ...]:
-        """What the work of a device depends on besides the tensors."""
+    def _places(self) -> Places:
+        """Where the tokens go, for kernels."""
+        assert self._stored.page_indices is not None
         held = (self._held_rows, *self._stored.held)
         lengths = tuple((t.dtype, t.numpy().tobytes()) for t in held)
-        return self._stored.page_size, lengths, self._keys.tobytes()
+        content = (self._stored.page_size, lengths, self._keys.tobytes())
+        return Places(self._lengths, self._keys, self._stored.page_indices, content)
 
 
 class _Steps(NamedTuple):
-    """Bytes between tokens and heads of k or v; between pages, slots and heads; bytes of a row."""
+    """Bytes between tokens and heads of k or v; between pages, slots and heads; bytes of a row.
+
+    changes: with a transform.
+    """
 
     k: _Step
     v: _Step
+    changes: Changes | None
 
 
 def run_append(
@@ -312,29 +341,43 @@ def run_append(
     target: str | None,
 ) -> None:
     """`append_paged_kv` outside of the tracer."""
-    _plan(q_indptr, paged, None, _device_of(k), target).write(k, v, k_pages, v_pages)
-
-
-def _plan(
-    q_indptr: torch.Tensor,
-    paged: Paged,
-    positions: torch.Tensor | None,
-    device: torch.device,
-    target: str | None,
-) -> AppendPlan:
-    return AppendPlan(q_indptr, paged, positions, device, target)
+    AppendPlan(q_indptr, paged, None, None, _device_of(k), target).write(k, v, k_pages, v_pages)
 
 
 def _device_of(k: object) -> torch.device:
     return k.device if isinstance(k, torch.Tensor) else torch.device("cpu")
 
 
-def _refuse_positions(positions: torch.Tensor | None) -> None:
-    if positions is not None:
+def _is_op(given: Sequence[torch.Tensor], more: bool) -> bool:
+    """Whether an append on these tensors is an op of torch's.
+
+    more: it has positions or a transform, which the op has not. Raises InputError where only the op
+    can be called.
+    """
+    if not more:
+        return torch.compiler.is_dynamo_compiling() or not is_direct(*given)
+    if torch.compiler.is_dynamo_compiling() or not is_quiet_and_plain(*given):
         raise InputError(
-            "positions are not part of the op that torch.compile, export and tensor subclasses "
-            "use; append outside of them"
+            "positions and a transform are not part of the op that torch.compile, export, modes "
+            "and tensor subclasses use; append outside of them"
         )
+    return False
+
+
+def check_transform(transform: Variant | None) -> Variant | None:
+    """The part of a transform that changes keys and values. Raises InputError."""
+    if transform is None:
+        return None
+    if not isinstance(transform, Variant):
+        raise InputError(
+            f"transform must be an fa.Variant, got {type(transform).__name__}; wrap a function as "
+            "fa.variant(key_mod=...)"
+        )
+    if not present_hooks(transform) & {*CHANGED}:
+        raise InputError(
+            f"transform={transform.name} has neither a key_mod nor a value_mod: it changes nothing"
+        )
+    return transform.only(*CHANGED)
 
 
 def _requests(lengths: _C.BatchLengths) -> NDArray[np.int64]:
@@ -368,30 +411,3 @@ def _steps(new: torch.Tensor, cache: torch.Tensor) -> _Step:
     size = new.element_size()
     (token, head), (page, slot, own) = new.stride()[:2], cache.stride()[:3]
     return size * token, size * head, size * page, size * slot, size * own, size * new.shape[2]
-
-
-def _items(q_lens: Sequence[int], keys: NDArray[np.int64]) -> torch.Tensor:
-    """Work items of up to 16 new tokens that become keys in a row: request, rows, keys."""
-    items = []
-    begin = 0
-    for b, new_len in enumerate(q_lens):
-        row = 0
-        while row < new_len:
-            own = keys[begin + row : begin + min(new_len, row + _ITEM_TOKENS)]
-            breaks = np.flatnonzero(np.diff(own) != 1)
-            count = int(breaks[0]) + 1 if len(breaks) else len(own)
-            first = int(own[0])
-            items.append((b, 0, 1, row, row + count, first, first + count, -1))
-            row += count
-        begin += new_len
-    return torch.tensor(items, dtype=torch.int32, device="cpu")
-
-
-def _unit_bytes(views: Sequence[torch.Tensor]) -> int:
-    """The largest unit, up to 16 bytes, that divides all addresses, strides and row lengths."""
-    bits = _UNIT_BYTES
-    for view in views:
-        bits |= view.data_ptr() | view.shape[-1]
-        for size, stride in zip(view.shape[:-1], view.stride(), strict=False):
-            bits |= stride if size > 1 else 0
-    return bits & -bits

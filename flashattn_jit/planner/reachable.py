@@ -19,12 +19,13 @@ warmed.
 | bits       | with fa.Bits, likewise                    | as ragged and paged                   |
 | block_bits | fa.BlockSparse with bits, likewise        | as sparse                             |
 | max_scores | flex_attention's second pass for them     | as dense and block_mask, head_dim_v 1 |
+| append     | fa.append_paged_kv with a transform       | one of a kind of its own              |
 
 On CUDA each kernel also exists with `unaligned`, for tensors whose rows do not all start at
 multiples of 16 bytes; if a head dim is no multiple of 8 there is only that one. So all formats of a
 variant are 6 kernels on a CPU target and 42 on a CUDA one (21 if a head dim is no multiple of 8),
 dense alone 2 and 6; on sm_90 two more, of `mma.sync`, for pages whose size is not a multiple of 8.
-The last four formats have variants composed from the user's:
+The last five formats have variants composed from the user's:
 `deploy/wanted/compositions.py`. `BatchAttention.workspace_bytes` requests the kernels of ragged or
 of paged keys on a CUDA target, whatever the sparsity. So does a cascade of one level, in a step
 that shares nothing: those kernels are listed with `cascade`, and added to recorded kernels of lists
@@ -35,7 +36,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..codegen.spec import DTYPE_BYTES, FEATURES, AnySpec, KernelSpec, UtilitySpec, takes_dtypes
+from ..codegen.spec import (
+    DTYPE_BYTES,
+    FEATURES,
+    Q_DTYPES,
+    AnySpec,
+    KernelSpec,
+    UtilitySpec,
+    append_kernel,
+    takes_dtypes,
+)
 from ..codegen.targets import compiled_target, is_cuda
 from ..errors import InputError
 from ..variants.ir.ir import VariantIR, unscaled_integers
@@ -43,12 +53,15 @@ from .tiles import kernels_by_rows
 
 FORMATS = (
     "dense", "block_mask", "ragged", "paged", "sparse", "cascade", "tree", "bits",
-    "block_bits", "max_scores",
+    "block_bits", "max_scores", "append",
 )  # fmt: skip
 """Kinds of calls: the first column of the table above."""
 
-COMPOSED = ("tree", "bits", "block_bits", "max_scores")
+COMPOSED = ("tree", "bits", "block_bits", "max_scores", "append")
 """Formats whose calls have a variant that is composed from the user's."""
+
+CHANGED = ("key_mod", "value_mod")
+"""Hooks that appends may apply."""
 
 _CUDA_FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "dense": ((),),
@@ -107,8 +120,25 @@ def _kernels(
 ) -> tuple[KernelSpec, ...]:
     if not takes_dtypes(target, dtypes) or unscaled_integers(variant.has, *dtypes[1:]):
         return ()
+    appends: tuple[KernelSpec, ...] = ()
+    if "append" in formats:
+        formats = [wanted for wanted in formats if wanted != "append"]
+        hooks = {hook for hook, _ in (*variant.hooks, *variant.cpp)}
+        if hooks and hooks <= {*CHANGED} and appends_dtypes(target, dtypes[1:]):
+            appends = (append_kernel(variant, head_dims, dtypes[1:], target, name),)
     features = [f for wanted in formats for f in _features(wanted, target, head_dims)]
-    return kernels_by_rows(variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)), name)
+    attention = kernels_by_rows(
+        variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)), name
+    )
+    return (*attention, *appends)
+
+
+def appends_dtypes(target: str, dtypes: Sequence[str]) -> bool:
+    """Whether rows of k and v of these dtypes can be changed on their way into pages."""
+    k, v = dtypes
+    if is_cuda(compiled_target(target)):
+        return takes_dtypes(target, (k, k, v))
+    return {k, v} <= {*Q_DTYPES}
 
 
 def _features(wanted: str, target: str, head_dims: tuple[int, int]) -> Iterator[tuple[str, ...]]:
@@ -146,6 +176,8 @@ def formats_of(spec: KernelSpec) -> tuple[str, ...]:
     "sparse" and "cascade" add "ragged" or "paged": a cascade in a step that shares nothing requests
     those kernels, and so does `workspace_bytes`.
     """
+    if spec.tile_kind == "append":
+        return ("append",)
     features = set(spec.features) - {"unaligned"}
     table = _CUDA_FEATURES if is_cuda(spec.target) else _CPU_FEATURES
     found = tuple(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ..codegen.budget import LIMITS, WARP, register_budget, shared_bytes
 from ..codegen.spec import (
@@ -316,7 +316,12 @@ def kernels_by_rows(
 
 def fallbacks(spec: KernelSpec) -> tuple[KernelSpec, ...]:
     """The kernels that replace `spec`, in order, if it spills. Only CUDA kernels have any."""
-    return cuda_tiles.step_down(spec) if is_cuda(spec.target) else ()
+    return cuda_tiles.step_down(spec) if _steps(spec) else ()
+
+
+def _steps(spec: AnySpec) -> TypeGuard[KernelSpec]:
+    """Whether a kernel has a tile of registers, which a smaller one may replace."""
+    return isinstance(spec, KernelSpec) and is_cuda(spec.target) and spec.tile_kind != "append"
 
 
 def candidates(
@@ -549,9 +554,7 @@ def _render(spec: AnySpec) -> str:
 def build_request(spec: AnySpec) -> BuildRequest:
     """The kernel request for one spec, without fallbacks."""
     render = partial(_render, spec)
-    spill_bytes = 0
-    if isinstance(spec, KernelSpec) and is_cuda(spec.target):
-        spill_bytes = cuda_tiles.spill_bytes(spec)
+    spill_bytes = cuda_tiles.spill_bytes(spec) if _steps(spec) else 0
     return BuildRequest(
         spec.document(), spec.template, spec.target, render, name_of(spec), spill_bytes
     )

@@ -1,37 +1,46 @@
-"""Compositions of variants: ``&``, ``|``, ``~`` and `Variant.named`."""
+"""Compositions of variants: ``&``, ``|``, ``~``, `Variant.named`, `only` and `without`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from flashattn_jit.errors import VariantError
 from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.ir.ir import USER_HOOKS
-from flashattn_jit.variants.params import PARTS, RESERVED, Declared, is_default
-from flashattn_jit.variants.variant import CppHook, Variant
+from flashattn_jit.variants.params import PARTS, RESERVED, Declared, Normalizer, is_default
+from flashattn_jit.variants.variant import FULL, CppHook, Variant
 
 
 class ComposedVariant(Variant):
-    """``a & b``, ``a | b``, ``~a`` or a variant with renamed params; see `Variant`."""
+    """``a & b``, ``a | b``, ``~a``, a variant with renamed params or with some of its hooks."""
 
     __fajit_names__ = frozenset({PARTS})
     _parts: tuple[Variant, ...]
     _operation: str
+    _prefix: str
+    _kept: tuple[str, ...]
 
-    def __init__(self, operation: str, parts: tuple[Variant, ...], prefix: str = "") -> None:
+    def __init__(
+        self,
+        operation: str,
+        parts: tuple[Variant, ...],
+        prefix: str = "",
+        kept: tuple[str, ...] = (),
+    ) -> None:
         declared = [
             Declared(f"{prefix}_{d.name}" if prefix else d.name, d.param, d.owner)
             for part in parts
             for d in part._declared
         ]
         _check_names(declared, parts)
-        self.__dict__.update(_operation=operation, _parts=parts, _prefix=prefix)
-        self.__dict__["_shape"] = (operation, prefix, *(p._shape for p in parts))
+        self.__dict__.update(_operation=operation, _parts=parts, _prefix=prefix, _kept=kept)
+        self.__dict__["_shape"] = (operation, prefix, kept, *(p._shape for p in parts))
         self.__dict__["_declared"] = tuple(declared)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_operation"], state["_parts"], state["_prefix"])  # type: ignore[misc]
+        names = ("_operation", "_parts", "_prefix", "_kept")
+        self.__init__(*(state[name] for name in names))  # type: ignore[misc]
 
     @property
     def name(self) -> str:
@@ -43,11 +52,20 @@ class ComposedVariant(Variant):
             return joint.join(names)
         return f"~{names[0]}" if self._operation == "not" else names[0]
 
+    def _normalizer(self) -> Normalizer | None:
+        if self._operation == "only" and "normalizer" not in self._kept:
+            return None
+        found = [n for part in self._parts if (n := part._normalizer()) is not None]
+        return found[0] if found else None
+
     def hooks(self) -> dict[str, Any]:
         """The hooks of the parts, combined."""
         parts = [p.hooks() for p in self._parts]
         if self._operation == "renamed":
             return parts[0]
+        if self._operation == "only":
+            kept = (*self._kept, *(ir.NORMALIZER_HOOKS if "normalizer" in self._kept else ()))
+            return {name: hook for name, hook in parts[0].items() if name in kept}
         if self._operation == "not":
             return {"mask_mod": _inverted(parts[0]["mask_mod"])}
         if self._operation == "or":
@@ -100,7 +118,8 @@ def compose(operation: str, *parts: Variant) -> Variant:
 def present_hooks(part: Variant) -> set[str]:
     """The names of a variant's hooks, without calling methods of the user's class."""
     if isinstance(part, ComposedVariant):
-        return {name for p in part._parts for name in present_hooks(p)}
+        found = {name for p in part._parts for name in present_hooks(p)}
+        return found & {*part._kept} if part._operation == "only" else found
     found = {h for h in USER_HOOKS if getattr(part, h, None) is not None}
     normalizer = getattr(part, "normalizer", None)
     return found if is_default(normalizer) else found | {"normalizer"}
@@ -117,10 +136,11 @@ def _check_cpp(parts: tuple[Variant, ...]) -> None:
 
 
 def _leaf_hooks(part: Variant, hook: str) -> list[Any]:
+    if hook not in present_hooks(part):
+        return []
     if isinstance(part, ComposedVariant):
         return [leaf for p in part._parts for leaf in _leaf_hooks(p, hook)]
-    found = getattr(part, hook, None)
-    return [] if found is None else [found]
+    return [getattr(part, hook)]
 
 
 def rename(part: Variant, prefix: str) -> Variant:
@@ -128,6 +148,22 @@ def rename(part: Variant, prefix: str) -> Variant:
     if not prefix.isidentifier():
         raise VariantError(f"named() expects an identifier, got {prefix!r}")
     return ComposedVariant("renamed", (part,), prefix)
+
+
+def only(part: Variant, hooks: Collection[str]) -> Variant:
+    """`part` with those of its hooks that are among `hooks`, and the params of what has them."""
+    present = present_hooks(part)
+    kept = present & {*hooks}
+    if kept == present:
+        return part
+    if not kept:
+        return FULL
+    if isinstance(part, ComposedVariant) and part._operation == "and":
+        left = [p for p in (only(p, kept) for p in part._parts) if present_hooks(p)]
+        return left[0] if len(left) == 1 else ComposedVariant("and", tuple(left))
+    if isinstance(part, ComposedVariant) and part._operation == "renamed":
+        return rename(only(part._parts[0], kept), part._prefix)
+    return ComposedVariant("only", (part,), kept=tuple(sorted(kept)))
 
 
 def _check_names(declared: list[Declared], parts: tuple[Variant, ...]) -> None:

@@ -33,7 +33,7 @@ RESERVED = frozenset({
     "out", "target", "q_indptr", "kv_indptr", "max_q_len", "max_kv_len", "dtype", "sparsity",
     "storage", "lse", "score", "b", "h", "kv_h", "q_idx", "kv_idx", "row", "dims", "device",
     "seed", "cases", "plot", "dtypes", "raise_on_failure", "batch", "num_q_heads", "num_kv_heads",
-    "head_dim", "head_dim_v", "name", "params",
+    "head_dim", "head_dim_v", "name", "params", "k_pages", "v_pages",
 })  # fmt: skip
 """Names that a param may not have: arguments of the operations and of hooks."""
 

@@ -34,7 +34,6 @@ from flashattn_jit.variants.params import (
     Softmax,
     is_default,
     normalizer_hooks,
-    parts_of,
     scalar,
     tensor,
     unknown_param,
@@ -263,6 +262,21 @@ class Variant:
         """
         return upper("rename")(self, prefix)  # type: ignore[no-any-return]
 
+    def only(self, *hooks: str) -> Variant:
+        """The same variant with these of its hooks, and no other.
+
+        >>> variant.only("key_mod", "value_mod")  # what `fa.append_paged_kv(transform=)` applies
+        """
+        return upper("only")(self, _known_hooks(hooks))  # type: ignore[no-any-return]
+
+    def without(self, *hooks: str) -> Variant:
+        """The same variant without these hooks: over keys that were stored rotated, for example,
+
+        >>> fa.RoPE().without("key_mod") & fa.Causal()
+        """
+        left = {*_HOOK_NAMES} - _known_hooks(hooks)
+        return upper("only")(self, left)  # type: ignore[no-any-return]
+
     # --- running -----------------------------------------------------------------------------
 
     def reference(
@@ -359,6 +373,16 @@ def _compose(operation: str, *parts: Any) -> Any:
     if not all(isinstance(p, Variant) for p in parts):
         return NotImplemented
     return upper("compose")(operation, *parts)
+
+
+_HOOK_NAMES = (*ir.USER_HOOKS, "normalizer")
+
+
+def _known_hooks(hooks: Sequence[str]) -> set[str]:
+    for hook in hooks:
+        if hook not in _HOOK_NAMES:
+            raise VariantError(f"unknown hook {hook!r}; hooks are {', '.join(_HOOK_NAMES)}")
+    return {*hooks}
 
 
 def _check_arity(cls: type, hook: str) -> None:
@@ -523,6 +547,4 @@ def as_variant(x: Any) -> Variant:
 
 def is_pointwise(variant: Variant) -> bool:
     """Whether a variant has a pointwise normaliser, and so no lse."""
-    if parts := parts_of(variant):
-        return any(is_pointwise(part) for part in parts)
     return isinstance(variant._normalizer(), Pointwise)

@@ -18,12 +18,19 @@ import flashattn_jit as fa
 from flashattn_jit import variants
 from flashattn_jit.codegen.document import MAX_DOCUMENT, has_cpp, spec_from_document
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import FEATURES, AnySpec, KernelSpec, UtilitySpec, host_target
+from flashattn_jit.codegen.spec import (
+    FEATURES,
+    AnySpec,
+    KernelSpec,
+    UtilitySpec,
+    append_kernel,
+    host_target,
+)
 from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS
 from flashattn_jit.errors import FlashAttnJitError, ManifestError
 from flashattn_jit.jit.cache.entry import ARTIFACT
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.planner.reachable import reachable, utilities
+from flashattn_jit.planner.reachable import reachable, retarget, utilities
 from flashattn_jit.planner.tiles import build_request, build_requests
 from flashattn_jit.variants.ir.ir import OPS, VariantIR, unscaled_integers
 from flashattn_jit.variants.lower.expressions import CPP_TYPE, TAG
@@ -109,6 +116,26 @@ def test_requests_go_to_other_processes() -> None:
         request = pickle.loads(pickle.dumps(build_request(spec)))
         assert request.spec == spec.document() and request.template == spec.template
         assert request.render() == render(spec)
+
+
+@pytest.mark.parametrize("target", ["cpu:avx2", "sm_80"])
+def test_appends_with_a_transform(target: str) -> None:
+    dtypes = ("float32", "bfloat16") if target == "cpu:avx2" else ("bfloat16",) * 2
+    ir = fa.RoPE().only("key_mod").bind(Dims(head_dim=32, head_dim_v=16, kv_len=64)).ir
+    spec = append_kernel(ir, (32, 16), dtypes, target)
+    same_spec(spec_from_document(spec.document()), spec)
+    assert "key_mod" in render(spec) and spec.template.endswith(("append.cpp.j2", "append.cu.j2"))
+    (again,) = (s for s in retarget(spec, target) if isinstance(s, KernelSpec))
+    same_spec(again, spec)
+    doc = json.loads(spec.document())
+    for field, value, message in (
+        ("tile", ["append", 32, 16], "appending has one kernel"),
+        ("features", ["block_mask"], "appending has one kernel"),
+        ("dtypes", ["float16", *dtypes], "appending has one kernel|dtypes"),
+        ("variant", json.loads(rich(target).document())["variant"], "variant.hooks"),
+    ):
+        with pytest.raises(ManifestError, match=message):
+            spec_from_document({**doc, field: value})
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -12,19 +12,22 @@ from pathlib import Path
 
 import pytest
 
+import flashattn_jit as fa
 from flashattn_jit.codegen.budget import limits, register_budget, shared_bytes
-from flashattn_jit.codegen.spec import UtilitySpec
+from flashattn_jit.codegen.spec import AnySpec, UtilitySpec, append_kernel
 from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.planner.cuda_tiles import spill_bytes
 from flashattn_jit.planner.tiles import build_request, fallbacks
+from flashattn_jit.variants.params import Dims
 from tests.cuda.kernels import (
     FEATURE_SETS,
     IN_TURN,
     KINDS,
     Compiled,
     compiled,
+    dtype_of,
     ir_of,
     rotating,
     spec_of,
@@ -92,8 +95,10 @@ def test_every_feature_on_every_target(target: str, features: tuple[str, ...]) -
 
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_kernels_that_are_no_attention_on_every_target(target: str) -> None:
-    utilities = [UtilitySpec("merge_states", target)]
+    utilities: list[AnySpec] = [UtilitySpec("merge_states", target)]
     utilities += [UtilitySpec("append_paged_kv", target, unit_bytes=n) for n in (1, 16)]
+    transform = (fa.QKNorm() & fa.RoPE()).only("key_mod").bind(Dims(head_dim=40, head_dim_v=24))
+    utilities.append(append_kernel(transform.ir, (40, 24), (dtype_of(target),) * 2, target))
     for spec in utilities:
         module = load_stepping([build_request(spec)])[1]
         report = load_report(Path(module.path).with_name("resources.json"))

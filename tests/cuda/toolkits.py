@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.spec import AnySpec, KernelSpec, TileKind, UtilitySpec
+from flashattn_jit.codegen.spec import AnySpec, KernelSpec, TileKind, UtilitySpec, append_kernel
 from flashattn_jit.errors import CompileError
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.compilation.ptxas_report import load_report
@@ -69,6 +69,8 @@ def wanted() -> Iterator[tuple[str, AnySpec]]:
         yield "merge_states", UtilitySpec("merge_states", target)
         for unit_bytes in (1, 16):
             yield "append_paged_kv", UtilitySpec("append_paged_kv", target, unit_bytes=unit_bytes)
+        changed = fa.RoPE().only("key_mod").bind(Dims(1, 2, 2, 64, 64, 64, 64), {}).ir
+        yield "append", append_kernel(changed, (64, 64), dtypes[1:], target)
         for head_dims in HEAD_DIMS:
             for spec in specs("plain", target, head_dims):
                 yield "plain", spec

@@ -76,6 +76,23 @@ def test_every_kernel_that_calls_ask_for_is_among_the_wanted() -> None:
         assert asked & {spec.document() for spec in specs}, chosen.name
 
 
+def test_appends_with_a_transform_are_a_format() -> None:
+    default.forget()
+    paged = fa.Paged(torch.tensor([0, 1]), torch.tensor([0]).int(), torch.tensor([2]), 4)
+    k, cache = torch.randn(2, 3, 16), torch.zeros(2, 1, 4, 3, 16)
+    variant = fa.QKNorm() & fa.RoPE() & fa.SlidingWindow(4)
+    append = fa.plan_append(torch.tensor([0, 2]), paged, transform=variant, target=TARGET)
+    append.run(k, k, *cache)
+    (spec,) = wanted_specs(variant, **{**HERE, "formats": ["append"]})
+    assert spec.document() in {loaded.request.spec for loaded in default.loaded()}
+    every = wanted_specs(variant, **{**HERE, "formats": None})
+    assert [s for s in every if s.tile_kind == "append"] == [spec]
+    with pytest.raises(InputError, match="no calls of Causal are append"):
+        wanted_specs("Causal", **{**HERE, "formats": ["append"]})
+    with pytest.raises(InputError, match=r"dtypes: .*appends change rows of float32"):
+        wanted_specs(variant, **{**HERE, "dtypes": "fp32/fp8/fp8", "formats": ["append"]})
+
+
 def test_targets_dtypes_and_dims_multiply() -> None:
     specs = wanted_specs(
         ["Causal", fa.Full()], head_dims=(64, "128/64"), dtypes=("bf16", torch.float32),

@@ -1,7 +1,8 @@
 """A decoder over the cache gives what it gives without one.
 
 Its layers are of different kinds: full, window, sinks with a window, chunks; with grouped, single
-and as many key heads as query heads; weights are random. Tokens are drawn greedily, in steps that
+and as many key heads as query heads; with keys rotated when they are stored, with norms of each
+layer, when they are read, or never; weights are random. Tokens are drawn greedily, in steps that
 mix prompts and single tokens, with forks, trims and suspensions between.
 """
 
@@ -16,15 +17,20 @@ import torch
 import flashattn_jit as fa
 
 WIDTH, HEADS, DIM, VOCABULARY = 32, 4, 8, 50
-VARIANTS = (
-    fa.Causal(), fa.SlidingWindow(12), fa.StreamingLLM(window=10, num_sinks=3), fa.Chunked(16),
+WHOLE = (
+    fa.RoPE() & fa.Causal(), fa.SlidingWindow(12),
+    fa.QKNorm() & fa.RoPE() & fa.StreamingLLM(window=10, num_sinks=3),
+    fa.RoPE(500.0) & fa.Chunked(16),
 )  # fmt: skip
+STORED = (True, False, True, False)  # whether key_mod is applied on the way into the pages
+VARIANTS = tuple(v.without("key_mod") if s else v for v, s in zip(WHOLE, STORED, strict=True))
 KV_HEADS = (4, 2, 1, 2)
 GROUPS = tuple(
-    fa.kv.Group((i, i + 4), n, DIM, num_q_heads=HEADS, variant=v)
-    for i, (v, n) in enumerate(zip(VARIANTS, KV_HEADS, strict=True))
+    fa.kv.Group((i, i + 4), n, DIM, num_q_heads=HEADS, variant=v, transform=w if s else None)
+    for i, (v, n, w, s) in enumerate(zip(VARIANTS, KV_HEADS, WHOLE, STORED, strict=True))
 )
 LAYERS = 8
+NORMS = ("q_weight", "k_weight")
 
 
 @dataclass
@@ -47,6 +53,7 @@ class Decoder:
                 "k": normal(WIDTH, KV_HEADS[i % 4] * DIM),
                 "v": normal(WIDTH, KV_HEADS[i % 4] * DIM),
                 "up": normal(WIDTH, 2 * WIDTH), "down": normal(2 * WIDTH, WIDTH),
+                **({n: torch.rand(DIM, generator=g) + 0.5 for n in NORMS} if i % 4 == 2 else {}),
             }
             for i in range(LAYERS)
         ]  # fmt: skip
@@ -63,12 +70,17 @@ class Decoder:
             x = x + torch.nn.functional.silu(y @ w["up"]) @ w["down"]
         return x @ self.embedding.T
 
+    def norms(self, layer: int) -> dict[str, torch.Tensor]:
+        """The weights of a layer's norms of queries and keys."""
+        return {n: w for n, w in self.weights[layer].items() if n in NORMS}
+
     def without_a_cache(self, tokens: list[int]) -> torch.Tensor:
         """Logits of the last token, everything computed by the eager reference."""
 
         def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-            return VARIANTS[i % 4].reference(*heads)[0].transpose(0, 1).float()
+            out = WHOLE[i % 4].reference(*heads, **self.norms(i))
+            return out[0].transpose(0, 1).float()
 
         return self.run(torch.tensor(tokens), torch.arange(len(tokens)), attend)[-1]
 
@@ -90,8 +102,10 @@ class Served:
                 step.plan(attention, group)
 
             def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                step.append(i, k, v)
-                return self.attentions[i % 4].run(q, *self.cache.tensors(i))
+                norms = self.decoder.norms(i)
+                of_keys = {n: norms.pop(n) for n in [*norms] if n == "k_weight"}
+                step.append(i, k, v, **of_keys)
+                return self.attentions[i % 4].run(q, *self.cache.tensors(i), **norms)
 
             logits = self.decoder.run(torch.from_numpy(step.token_ids), step.positions, attend)
             step.commit()

@@ -40,6 +40,17 @@ def test_layers_missing_or_twice() -> None:
         fa.kv.Spec((fa.kv.Group((0,), 1, 8),), dtype=torch.int32)
 
 
+def test_transforms() -> None:
+    plain = fa.kv.Group((0,), 1, 8)
+    rotated = fa.kv.Group((0,), 1, 8, transform=fa.RoPE())
+    prints = [fa.kv.Spec((g,)).fingerprint for g in (plain, rotated)]
+    assert prints[0] != prints[1]
+    with pytest.raises(fa.InputError, match="gives keys new positions"):
+        fa.kv.Group((0,), 1, 8, transform=fa.RoPE(), reclaim="compact")
+    with pytest.raises(fa.InputError, match="changes nothing"):
+        fa.kv.Group((0,), 1, 8, transform=fa.Causal())
+
+
 def config(**more: object) -> SimpleNamespace:
     return SimpleNamespace(
         **{"num_hidden_layers": 6, "num_attention_heads": 8, "hidden_size": 512, **more}

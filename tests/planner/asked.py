@@ -15,7 +15,7 @@ import pytest
 from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.ops.device import plan_memory
-from flashattn_jit.ops.launching import launches, utility
+from flashattn_jit.ops.launching import appends, launches, utility
 from flashattn_jit.ops.planning import batch_plan
 
 _NOTHING = """
@@ -81,6 +81,7 @@ def intercept(patch: pytest.MonkeyPatch, asked: Asked) -> None:
     # Plans and kernels that other tests made would hide requests.
     for known in (launches._launches, launches._kernels, utility._plans):
         known.clear()
+    appends._kernel.cache_clear()
     patch.setattr(_C.BatchCall, "launch", lambda *args, **kwargs: None)
-    for ops in (plan_memory, utility):
+    for ops in (plan_memory, utility, appends):
         patch.setattr(ops, "launch", lambda *args: None)

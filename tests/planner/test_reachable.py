@@ -31,6 +31,7 @@ from flashattn_jit.planner.reachable import (
 )
 from flashattn_jit.planner.tiles import build_requests
 from flashattn_jit.variants.ir.ir import VariantIR
+from flashattn_jit.variants.params import Dims
 from tests.harness import rotation
 from tests.planner.asked import Asked, intercept, nothing_module
 from tests.planner.calls import BATCHED, Calls
@@ -161,6 +162,24 @@ def test_merging_and_appending_ask_for_the_utilities(asked: Asked) -> None:
     assert utilities(("int8",), "cpu:avx2") == ()
     narrow = {u.unit_bytes for u in utilities(("bfloat16",), "sm_90")}
     assert narrow == {0, 2, 4, 8, 16}
+
+
+@pytest.mark.parametrize("target", ["cpu:generic", "emulated:sm_75", "emulated:sm_90"])
+def test_appends_with_a_transform_ask_for_exactly_what_is_listed(asked: Asked, target: str) -> None:
+    for head_dims in ((64, 64), (20, 12)):
+        asked.requests.clear()
+        new = [torch.zeros(2, 1, n, dtype=torch.float16) for n in head_dims]
+        pages = [torch.zeros(1, 16, 1, n, dtype=torch.float16) for n in head_dims]
+        paged = fa.Paged(
+            torch.tensor([0, 1]), torch.tensor([0], dtype=torch.int32), torch.tensor([2]), 16
+        )
+        transform = fa.RoPE() & fa.Causal()
+        fa.append_paged_kv(
+            *new, *pages, torch.tensor([0, 2]), paged, transform=transform, target=target
+        )
+        bound = transform.only("key_mod").bind(Dims(head_dim=head_dims[0], kv_len=2))
+        wanted = reachable(bound.ir, head_dims, ("float16",) * 3, target, ["append"])
+        assert len(wanted) == 1 and set(asked.documents) == {wanted[0].document()}
 
 
 # --- the lists themselves -------------------------------------------------------------------------

@@ -5,11 +5,21 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
 from flashattn_jit.errors import ParamError, VariantError
-from flashattn_jit.variants.variant import Pointwise, Softmax, Variant, tensor, variant
+from flashattn_jit.variants.variant import (
+    Pointwise,
+    Softmax,
+    Variant,
+    is_pointwise,
+    scalar,
+    tensor,
+    variant,
+)
 from tests.variants.ir_eval import evaluate
 from tests.variants.small_variants import DIMS, CappedAlibi, Causal, Window, run
 
@@ -113,3 +123,59 @@ def test_new_compositions_do_not_retrace(monkeypatch):
     monkeypatch.setattr(binding, "trace_variant", None)
     again = (Causal() & Window(window=4) & CappedAlibi(cap=2.0)).bind(DIMS)
     assert again.structure == first.structure and again.scalars == (2.0, 4)
+
+
+def test_only_and_without_split_a_variant_by_hooks():
+    norm = variant(query_mod=lambda x, b, h, i: x * 2, key_mod=lambda x, b, h, i: x * 3)
+    sunk = variant(score_mod=lambda s, b, h, q, k: s + 1, normalizer=Softmax(sink=1.0))
+    whole = norm & sunk & Window(window=3) & WithBias()
+    stored, read = whole.only("key_mod", "value_mod"), whole.without("key_mod", "value_mod")
+    ir = stored.bind(DIMS).ir
+    assert [name for name, _ in ir.hooks] == ["key_mod"] and ir.normalizer == "softmax"
+    assert stored.param_names == ()  # those of parts that have none of the hooks are gone
+    bias = torch.zeros(DIMS.num_q_heads)
+    ir = read.bind(DIMS, {"bias": bias}).ir
+    assert {name for name, _ in ir.hooks} == {"query_mod", "score_mod", "mask_mod", "sink"}
+    again = pickle.loads(pickle.dumps(Both().without("key_mod")))
+    assert {*again.hooks()} == {"query_mod"}
+    # Hooks of one class, and a renamed part.
+    assert {*Both(factor=2.0).only("key_mod").hooks()} == {"key_mod"}
+    assert {*Both(factor=2.0).named("own").only("key_mod").hooks()} == {"key_mod"}
+    assert Both().named("own").only("key_mod").param_names == ("own_factor",)
+
+
+def test_only_keeps_or_drops_the_normalizer():
+    squared = variant(normalizer=Pointwise(torch.relu), key_mod=lambda x, b, h, i: x)
+    assert is_pointwise(squared.without("key_mod")) and not is_pointwise(squared.only("key_mod"))
+    assert is_pointwise(squared & Causal()) and not is_pointwise((squared & Causal()).without(
+        "normalizer"))  # fmt: skip
+    assert squared.only("key_mod").bind(DIMS).ir.normalizer == "softmax"
+
+
+def test_only_of_nothing_is_full_attention_and_all_of_it_is_the_variant():
+    window = Window(window=3)
+    assert window.only("mask_mod") is window and window.without("key_mod") is window
+    assert window.only("key_mod").hooks() == {}
+    with pytest.raises(VariantError, match="unknown hook 'keys'; hooks are query_mod"):
+        window.only("keys")
+
+
+class Both(Variant):
+    """Two row hooks, one param."""
+
+    factor: float = scalar(1.0)
+
+    def query_mod(self, row, b, h, q_idx):
+        return row * self.factor
+
+    def key_mod(self, row, b, kv_h, kv_idx):
+        return row / self.factor
+
+
+class WithBias(Variant):
+    """A param without a default."""
+
+    bias: torch.Tensor = tensor("num_q_heads")
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score + self.bias[h]

@@ -1,8 +1,8 @@
-"""The variants that calls make of a variant: with bits of masks, and for row maxima.
+"""The variants that calls make of a variant: with bits of masks, for row maxima, for appends.
 
 `fa.Tree`, `fa.Bits` and the bits of `fa.BlockSparse` become part of the mask, and flex_attention's
-max_scores is a second pass with another score: their kernels are those of other variants than the
-user's.
+max_scores is a second pass with another score; appends apply the hooks of keys and values alone.
+Their kernels are those of other variants than the user's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from ...errors import InputError, VariantError
 from ...ops.flex import sharpened
 from ...ops.keys.mask_bits import BlockBits, FlatBits, TreeBits
-from ...planner.reachable import COMPOSED, FORMATS
+from ...planner.reachable import CHANGED, COMPOSED, FORMATS
 from ...torch_modes import outside_modes
+from ...variants.compose import present_hooks
 from ...variants.library import Full
 from ...variants.variant import FULL, CppHook, FunctionVariant, Variant, variant
 
@@ -59,6 +60,8 @@ def compositions(chosen: Variant, formats: Sequence[str] = FORMATS) -> Iterator[
             mask = getattr(chosen, "mask_mod", None)
             sharp = variant(score_mod=sharpened(chosen.score_mod), mask_mod=mask)
         yield Composition(sharp, {}, ("max_scores",), 1)
+    if "append" in formats and present_hooks(chosen) & {*CHANGED}:
+        yield Composition(chosen.only(*CHANGED), {}, ("append",))
 
 
 def _stand_ins(name: str) -> dict[str, Any]:

@@ -70,7 +70,8 @@ def specs_of(
             raise InputError(
                 f"formats: no calls of {chosen.name} are {' or '.join(formats or FORMATS)}; "
                 "max_scores is for what flex_attention makes of a score_mod and a mask_mod, tree, "
-                "bits and block_bits are for masks that are no C++ text"
+                "bits and block_bits are for masks that are no C++ text, append for key_mod and "
+                "value_mod"
             )
         before = len(found)
         for made in made_of:
@@ -89,6 +90,7 @@ def specs_of(
         if len(found) == before:  # targets take the dtypes: it is int8 that no hook scales
             hooks = present_hooks(made_of[0].variant).__contains__
             words = next(filter(None, (unscaled_integers(hooks, *of[1:]) for _, of in pairs)), "")
+            words = words or "appends change rows of float32, bfloat16 and float16"
             raise InputError(f"dtypes: {chosen.name}: {words}")
     for target, of in pairs:
         found += utilities(of[1:], target)

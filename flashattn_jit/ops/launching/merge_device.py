@@ -10,7 +10,7 @@ from ... import _C
 from ...codegen.spec import UtilitySpec
 from ...codegen.targets import compiled_target
 from ..device.cuda import LaunchTensors
-from .utility import UtilityWork, addresses, layouts, run_utility
+from .utility import UtilityWork, addresses, layouts, load_kernel, run_utility
 
 MAX_STATES = 32
 """States that one launch merges, as they are kernel parameters; more need several launches."""
@@ -69,14 +69,15 @@ def _merge_some(
     shapes = layouts(states)
 
     def work() -> UtilityWork:
+        spec = UtilitySpec("merge_states", compiled_target(target))
         return UtilityWork(
-            UtilitySpec("merge_states", compiled_target(target)),
+            load_kernel(spec),
             _C.BatchLengths.dense(1, rows, 0),
             torch.tensor([[0, 0, 1, 0, rows, 0, 0, -1]], device="cpu"),
             shapes,
-            first.shape[-1],
-            out_strides,
-            lse_strides,
+            (first.shape[-1], first.shape[-1]),
+            out_strides=out_strides,
+            lse_strides=lse_strides,
             scalar_kinds="i",
         )
 

@@ -1,4 +1,4 @@
-"""Utility kernels (merging states, appending to pages), planned and launched as calls are.
+"""Kernels that are no attention (merging states, appending to pages), launched as calls are.
 
 Their tensors are passed as the param tensors of a call without hooks; their work is a list of rows
 that the host computes.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import _C
-from ...codegen.spec import UtilitySpec
+from ...codegen.spec import AnySpec, on_cpu
 from ...jit.module import load_stepping
 from ...planner.tiles import build_requests
 from ...torch_modes import refuse_capture
@@ -25,24 +25,57 @@ Strides3 = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class UtilityWork:
-    """The work of a utility kernel: its spec, its requests and its `fajit_work` items [n, 8].
+    """The work of such a kernel: its module, its requests and its `fajit_work` items [n, 8].
 
-    out_strides, lse_strides: of results that are written row by row. scalar_kinds: see
-    `_C.BatchCall.bind`.
+    num_kv_heads: for its hooks. out_strides, lse_strides: of results that are written row by row.
+    scalar_kinds: see `_C.BatchCall.bind`.
     """
 
-    spec: UtilitySpec
+    module: _C.Module
     lengths: _C.BatchLengths
     items: torch.Tensor
     tensors: Layouts
-    head_dim: int = 1
+    head_dims: tuple[int, int] = (1, 1)
+    num_kv_heads: int = 1
     out_strides: Strides3 = (0, 0, 0)
     lse_strides: Strides3 | None = None
     num_pages: int = 0
     scalar_kinds: str = ""
 
 
-_plans: Recent[tuple[object, ...], tuple[_C.BatchCall, DeviceBlock]] = Recent(64)
+def load_kernel(spec: AnySpec) -> _C.Module:
+    """The module of a kernel, built if no cache has it. Raises CompileError."""
+    return load_stepping(build_requests(spec))[1]
+
+
+Planned = tuple[_C.BatchCall, DeviceBlock | None]
+"""A launch, and its arrays in the memory of a device, None on CPU targets."""
+
+_plans: Recent[tuple[object, ...], Planned] = Recent(64)
+
+
+def planned(
+    signature: tuple[object, ...],
+    target: str,
+    device: torch.device,
+    make: Callable[[], UtilityWork],
+) -> Planned:
+    """The launch of such a kernel, planned at the first call with an equal signature.
+
+    signature: every value that the result of `make` depends on. target: CPU targets included.
+
+    Raises:
+        CompileError: a new kernel was needed and the compiler failed.
+        LaunchError: a stream is being captured in a graph and there is no plan yet.
+    """
+    key = (target, device, *signature)
+    found = _plans.get(key)
+    if found is None:
+        refuse_capture(
+            device, "a call that was not planned yet is made", "make the same call once before it"
+        )
+        found = _plans.keep(key, _plan(make(), target, device))
+    return found
 
 
 def run_utility(
@@ -52,37 +85,25 @@ def run_utility(
     make: Callable[[], UtilityWork],
     tensors: LaunchTensors,
 ) -> None:
-    """Launch a utility kernel, planned at the first call with an equal signature.
+    """Launch such a kernel on a device, planned as by `planned`.
 
-    signature: every value that the result of `make` depends on.
-
-    Raises:
-        CompileError: a new kernel was needed and the compiler failed.
-        LaunchError: CUDA refused the launch or the kernel, or a stream is being captured in a graph
-            and there is no plan yet.
+    Raises LaunchError where CUDA refuses the launch or the kernel, and what `planned` raises.
     """
-    key = (target, device, *signature)
-    found = _plans.get(key)
-    if found is None:
-        refuse_capture(
-            device, "a call that was not planned yet is made", "make the same call once before it"
-        )
-        found = _plans.keep(key, _plan(make(), target, device))
-    call, block = found
+    call, block = planned(signature, target, device, make)
+    assert block is not None
     launch(block, call, tensors, 1.0)
 
 
-def _plan(work: UtilityWork, target: str, device: torch.device) -> tuple[_C.BatchCall, DeviceBlock]:
-    _, module = load_stepping(build_requests(work.spec))
+def _plan(work: UtilityWork, target: str, device: torch.device) -> Planned:
     items = work.items.to(torch.int32).contiguous().numpy().tobytes()
     core = _C.BatchCall(
         _C.BatchPlan.of_work(items),
         work.lengths,
-        (module, None),
-        num_q_heads=1,
-        num_kv_heads=1,
-        head_dim=work.head_dim,
-        head_dim_v=work.head_dim,
+        (work.module, None),
+        num_q_heads=work.num_kv_heads,
+        num_kv_heads=work.num_kv_heads,
+        head_dim=work.head_dims[0],
+        head_dim_v=work.head_dims[1],
     )
     none = (0, 0, 0)
     call = core.bind(
@@ -92,8 +113,10 @@ def _plan(work: UtilityWork, target: str, device: torch.device) -> tuple[_C.Batc
         num_pages=work.num_pages,
         flags=0 if work.lse_strides is None else _C.WRITE_LSE,
     )
+    if on_cpu(target):
+        return call, None
     state = state_of(device, target)
-    state.prepare(module)
+    state.prepare(work.module)
     return call, state.upload(core)
 
 

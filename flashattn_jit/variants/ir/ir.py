@@ -337,6 +337,9 @@ HOOKS = ("query_mod", "key_mod", "value_mod", "score_mod", "mask_mod", "sink", "
 USER_HOOKS = tuple(h for h in HOOKS if h.endswith("_mod"))
 """Hooks that users write themselves, in the same order."""
 
+NORMALIZER_HOOKS = tuple(h for h in HOOKS if not h.endswith("_mod"))
+"""Those that come from the normaliser."""
+
 ROW_HOOKS: Mapping[str, str] = {
     "query_mod": "head_dim",
     "key_mod": "head_dim",

@@ -4,6 +4,7 @@
 #include <fajit/classify.h>
 #include <fajit/cpu/merge.h>
 #include <fajit/cpu/scratch.h>
+#include <fajit/cpu/work_list.h>
 
 namespace fajit {
 
@@ -28,23 +29,15 @@ int items_together(const fajit_args& a, const fajit_work* w, int32_t left) {
   return n;
 }
 
-// Runs the items of one list, or all items without lists. Items are claimed as they run, because
-// several threads may process one list. A thread that cannot allocate scratch claims none, so other
-// threads can still do its list.
+// A thread that cannot allocate scratch claims no items, so other threads can still do its list.
 template <class Config, class Kernel>
 int run_attention(const fajit_args* a) {
   if (const int status = check_args<Config>(a)) return status;
-  const bool listed = a->cursors != nullptr;
-  if (a->num_work <= 0 && !listed) return FAJIT_OK;
-  if (a->q == nullptr || a->k == nullptr || a->v == nullptr || a->work == nullptr)
+  if (a->num_work <= 0 && a->cursors == nullptr) return FAJIT_OK;
+  if (a->q == nullptr || a->k == nullptr || a->v == nullptr || !WorkList::is_valid(a))
     return FAJIT_BAD_ARGS;
-  if (listed && (a->worker_indptr == nullptr || a->worker < 0 || a->worker >= a->num_workers))
-    return FAJIT_BAD_ARGS;
-  int32_t own_cursor = 0;
-  int32_t* cursor = listed ? a->cursors + a->worker : &own_cursor;
-  const int32_t begin = listed ? a->worker_indptr[a->worker] : 0;
-  const int32_t count = listed ? a->worker_indptr[a->worker + 1] - begin : a->num_work;
-  if (__atomic_load_n(cursor, __ATOMIC_RELAXED) >= count) return FAJIT_OK;
+  WorkList list(a);
+  if (list.is_done()) return FAJIT_OK;
 
   Carver counter{nullptr};
   Kernel(Context{}, counter);
@@ -53,15 +46,11 @@ int run_attention(const fajit_args* a) {
   Carver carver{scratch.data()};
   [[maybe_unused]] const typename Kernel::Session session;
   Kernel kernel(Context{a}, carver);
-  int32_t i = __atomic_load_n(cursor, __ATOMIC_RELAXED);
-  while (i < count) {
-    const fajit_work* w = a->work + begin + i;
-    const int items = items_together<Config, Kernel::kMaxHeads>(*a, w, count - i);
-    // Fails if another thread has moved the cursor, and then loads it.
-    if (!__atomic_compare_exchange_n(cursor, &i, i + items, false, __ATOMIC_RELAXED,
-                                     __ATOMIC_RELAXED))
-      continue;
-    i += items;
+  const auto together = [a](const fajit_work* first, int32_t left) {
+    return items_together<Config, Kernel::kMaxHeads>(*a, first, left);
+  };
+  int items = 0;
+  while (const fajit_work* w = list.take(items, together)) {
     if (w->request < 0) continue;  // padding
     for (int32_t row = w->row_begin; row < w->row_end; row += Config::kTileQ) {
       const int32_t left = w->row_end - row;

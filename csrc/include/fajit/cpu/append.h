@@ -1,0 +1,87 @@
+// Writes new rows of K and V into the pages of a cache, changed by key_mod and value_mod.
+//
+// Items of work, pages and arguments are those of fajit/cuda/utility/append_paged_kv.h; the tensors
+// k, v and the two caches, as bytes, follow those of the variant. A row without a hook is copied.
+#pragma once
+#include <fajit/check_args.h>
+#include <fajit/context.h>
+#include <fajit/cpu/pack.h>
+#include <fajit/cpu/work_list.h>
+#include <fajit/interval.h>
+
+namespace fajit {
+
+template <class Config, class Hooks>
+class Append {
+ public:
+  explicit Append(const fajit_args* a)
+      : c_(a), k_(a->tensors + Config::kTensors, 0), v_(a->tensors + Config::kTensors, 1) {}
+
+  void run(const fajit_work& item) const {
+    const fajit_args& a = *c_.args;
+    const int32_t* const pages = a.page_indices + a.page_indptr[item.request];
+    for (int32_t row = item.row_begin; row < item.row_end; ++row) {
+      const int32_t key = item.kv_begin + (row - item.row_begin);
+      const int32_t page = pages[key / a.page_size], slot = key % a.page_size;
+      if (page < 0 || page >= a.num_pages) continue;
+      const int64_t token = int64_t{a.q_row0[item.request]} + row;
+      for (int32_t head = 0; head < a.num_kv_heads; ++head) {
+        convert_row<Hooks::kKeyMod, Config::kHeadDim, Config::kHeadDim>(
+            k_.template source<typename Config::K>(token, head),
+            k_.template target<typename Config::K>(page, slot, head),
+            [&](const float* x, float* y) {
+              if constexpr (Hooks::kKeyMod) Hooks::key_mod(c_, x, y, item.request, head, key);
+            });
+        convert_row<Hooks::kValueMod, Config::kHeadDimV, Config::kHeadDimV>(
+            v_.template source<typename Config::V>(token, head),
+            v_.template target<typename Config::V>(page, slot, head),
+            [&](const float* x, float* y) {
+              if constexpr (Hooks::kValueMod) Hooks::value_mod(c_, x, y, item.request, head, key);
+            });
+      }
+    }
+  }
+
+ private:
+  // New rows [token, head] and their places [page, slot, head]; strides in bytes.
+  struct Rows {
+    const fajit_tensor& from;
+    const fajit_tensor& to;
+
+    Rows(const fajit_tensor* tensors, int i) : from(tensors[i]), to(tensors[2 + i]) {}
+
+    template <class T>
+    const T* source(int64_t token, int64_t head) const {
+      const int64_t* s = from.strides;
+      return reinterpret_cast<const T*>(static_cast<const char*>(from.ptr) + token * s[0] +
+                                        head * s[1]);
+    }
+    template <class T>
+    T* target(int64_t page, int64_t slot, int64_t head) const {
+      const int64_t* s = to.strides;
+      char* const first = static_cast<char*>(const_cast<void*>(to.ptr));
+      return reinterpret_cast<T*>(first + page * s[0] + slot * s[1] + head * s[2]);
+    }
+  };
+
+  Context c_;
+  Rows k_, v_;
+};
+
+template <class Config, class Hooks>
+int run_append(const fajit_args* a) {
+  if (const int status = check_layout(a)) return status;
+  if (a->num_work <= 0 && a->cursors == nullptr) return FAJIT_OK;
+  if (a->num_tensors != Config::kTensors + 4 || a->head_dim != Config::kHeadDim ||
+      a->head_dim_v != Config::kHeadDimV || a->page_indptr == nullptr ||
+      a->page_indices == nullptr || a->page_size < 1 || !WorkList::is_valid(a))
+    return FAJIT_BAD_ARGS;
+  WorkList list(a);
+  const Append<Config, Hooks> append(a);
+  int items = 0;
+  while (const fajit_work* item = list.take(items, [](const fajit_work*, int32_t) { return 1; }))
+    if (item->request >= 0) append.run(*item);
+  return FAJIT_OK;
+}
+
+}  // namespace fajit

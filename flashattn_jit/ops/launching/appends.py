@@ -1,0 +1,182 @@
+"""The kernels that write new rows into pages: copies on devices, and rows that hooks change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ... import _C
+from ...codegen.spec import APPEND_TOKENS, UtilitySpec, append_kernel, on_cpu
+from ...codegen.targets import compiled_target
+from ...variants.binding import Bound, Structure
+from ...variants.ir.dtypes import DTYPE_NAMES
+from ...variants.params import Dims
+from ..arguments.calls import Layouts, bind_tensors
+from ..device.cuda import LaunchTensors, check_params
+from ..device.plan_memory import launch
+from .utility import Planned, UtilityWork, addresses, layouts, load_kernel, planned, run_utility
+
+_UNIT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where new tokens go.
+
+    keys: [num_tokens], the key that each becomes. page_indices: int32, on the device. content: what
+    equal appends have equal.
+    """
+
+    lengths: _C.BatchLengths
+    keys: NDArray[np.int64]
+    page_indices: torch.Tensor
+    content: tuple[object, ...]
+
+
+def copy_rows(places: Places, given: Sequence[torch.Tensor], target: str) -> None:
+    """Copy rows of k and v into k_pages and v_pages, which are `given` in this order, on a device.
+
+    Raises CompileError, LaunchError.
+    """
+    views = [t.view(torch.uint8) for t in given]
+    shapes, unit_bytes, num_pages = layouts(views), _unit_bytes(views), views[2].shape[0]
+
+    def work() -> UtilityWork:
+        spec = UtilitySpec("append_paged_kv", compiled_target(target), unit_bytes)
+        return UtilityWork(
+            load_kernel(spec), places.lengths, _items(places), shapes, num_pages=num_pages
+        )
+
+    signature = ("append_paged_kv", shapes, unit_bytes, num_pages, *places.content)
+    run_utility(signature, target, given[0].device, work, _launch_tensors(places, views))
+
+
+class Changes:
+    """Appends of rows that the hooks of a variant change, on tensors of one form, on any target.
+
+    target, name: of the kernels; name: the variant's.
+    """
+
+    def __init__(
+        self, places: Places, given: Sequence[torch.Tensor], target: str, name: str
+    ) -> None:
+        k, v, k_pages, _ = given
+        self._places, self._target, self._name = places, target, name
+        self._head_dims = (k.shape[2], v.shape[2])
+        self._dtypes = DTYPE_NAMES[k.dtype], DTYPE_NAMES[v.dtype]
+        self._shapes = layouts([t.view(torch.uint8) for t in given])
+        self._heads, self._num_pages = k.shape[1], k_pages.shape[0]
+        lengths = places.lengths
+        self.dims = Dims(
+            lengths.num_requests, self._heads, self._heads, lengths.max_q_len,
+            lengths.max_kv_len, *self._head_dims, k.device,
+        )  # fmt: skip
+        self._planned: dict[tuple[object, ...], Planned] = {}
+
+    def run(self, given: Sequence[torch.Tensor], bound: Bound) -> None:
+        """Write k and v, changed, into k_pages and v_pages, which are `given` in this order.
+
+        bound: the variant, bound to `dims`. Raises CompileError, LaunchError, InputError for a
+        variant with more params than a kernel takes.
+        """
+        known = bound.structure
+        params, own, held = bind_tensors(known, bound.tensors)
+        found = self._planned.get((known, own))
+        if found is None:
+            found = self._planned[known, own] = self._plan(known, own)
+        call, block = found
+        scalars = tuple(bound.scalars)
+        if block is not None:
+            views = [t.view(torch.uint8) for t in given]
+            names = known.tensor_names
+            launch(
+                block, call, _launch_tensors(self._places, views, held, params, scalars, names), 1.0
+            )
+            return
+        k, v, k_pages, v_pages = [t.data_ptr() for t in given]
+        indices = self._places.page_indices.data_ptr()
+        call.launch(
+            k, k_pages, v_pages, k_pages, 0, 1.0, torch.get_num_threads(),
+            (*params, k, v, k_pages, v_pages), scalars, 0, 0, indices,
+        )  # fmt: skip
+
+    def _plan(self, known: Structure, own: Layouts) -> Planned:
+        shapes = (*own, *self._shapes)
+
+        def work() -> UtilityWork:
+            kernel = _kernel(known, self._head_dims, self._dtypes, self._target, self._name)
+            return UtilityWork(
+                kernel, self._places.lengths, _items(self._places), shapes, self._head_dims,
+                self._heads, num_pages=self._num_pages, scalar_kinds=known.scalar_kinds,
+            )  # fmt: skip
+
+        signature = (
+            known, self._head_dims, self._dtypes, shapes, self._num_pages, *self._places.content
+        )  # fmt: skip
+        return planned(signature, self._target, self.dims.device, work)
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    known: Structure, head_dims: tuple[int, int], dtypes: tuple[str, str], target: str, name: str
+) -> _C.Module:
+    if not on_cpu(target):
+        check_params(known)
+    spec = append_kernel(known.ir, head_dims, dtypes, target, name)
+    return load_kernel(spec)
+
+
+def _launch_tensors(
+    places: Places,
+    views: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor] = (),
+    param_addresses: tuple[int, ...] = (),
+    scalars: tuple[int | float, ...] = (),
+    names: Sequence[str] = (),
+) -> LaunchTensors:
+    k, v, k_pages, v_pages = views
+    return LaunchTensors(
+        k, k_pages, v_pages, k_pages, None, [*params, *views],
+        (*param_addresses, *addresses(views)), scalars, page_indices=places.page_indices,
+        num_params=len(params),
+        allocations=[
+            *((name, tensor, False) for name, tensor in zip(names, params, strict=True)),
+            ("k", k, False),
+            ("v", v, False),
+            ("k_pages", k_pages, True),
+            ("v_pages", v_pages, True),
+            ("page_indices", places.page_indices, False),
+        ],
+    )  # fmt: skip
+
+
+def _items(places: Places) -> torch.Tensor:
+    """Work items of up to 16 new tokens that become keys in a row: request, rows, keys."""
+    items = []
+    begin = 0
+    for b, new_len in enumerate(places.lengths.q_len):
+        row = 0
+        while row < new_len:
+            own = places.keys[begin + row : begin + min(new_len, row + APPEND_TOKENS)]
+            breaks = np.flatnonzero(np.diff(own) != 1)
+            count = int(breaks[0]) + 1 if len(breaks) else len(own)
+            first = int(own[0])
+            items.append((b, 0, 1, row, row + count, first, first + count, -1))
+            row += count
+        begin += new_len
+    return torch.tensor(items, dtype=torch.int32, device="cpu")
+
+
+def _unit_bytes(views: Sequence[torch.Tensor]) -> int:
+    """The largest unit, up to 16 bytes, that divides all addresses, strides and row lengths."""
+    bits = _UNIT_BYTES
+    for view in views:
+        bits |= view.data_ptr() | view.shape[-1]
+        for size, stride in zip(view.shape[:-1], view.stride(), strict=False):
+            bits |= stride if size > 1 else 0
+    return bits & -bits
