@@ -189,14 +189,15 @@ class AppendPlan:
             GradError: a tensor requires grad while grad mode is on.
             LaunchError: CUDA refused the launch.
         """
-        given = (k, v, k_pages, v_pages)
-        if params and self._transform is None:
-            raise ParamError(f"params {', '.join(params)} are a transform's, but there is none")
-        tensors = [x for x in params.values() if isinstance(x, torch.Tensor)]
-        if _is_op((*given, *tensors), self._more):
-            as_op.append(run_append, *given, *self._arguments)
+        given: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages)
+        if params:
+            if self._transform is None:
+                raise ParamError(f"params {', '.join(params)} are a transform's, but there is none")
+            given = (*given, *(x for x in params.values() if isinstance(x, torch.Tensor)))
+        if _is_op(given, self._more):
+            as_op.append(run_append, k, v, k_pages, v_pages, *self._arguments)
         else:
-            self.write(*given, params)
+            self._write(k, v, k_pages, v_pages, params)
 
     def write(
         self,
@@ -204,15 +205,31 @@ class AppendPlan:
         v: torch.Tensor,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
-        params: Mapping[str, object] = _NO_PARAMS,
     ) -> None:
-        """`run` outside of the tracer."""
-        given = (k, v, k_pages, v_pages)
-        for name, tensor in zip(("k", "v", "k_pages", "v_pages"), given, strict=True):
+        """`run` outside of the tracer, on any objects."""
+        names = ("k", "v", "k_pages", "v_pages")
+        for name, tensor in zip(names, (k, v, k_pages, v_pages), strict=True):
             checks.check_readable(name, tensor)
-        form = tuple(
-            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad or t.is_neg()) for t in given
-        )
+        self._write(k, v, k_pages, v_pages, _NO_PARAMS)
+
+    def _write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        params: Mapping[str, object],
+    ) -> None:
+        """`run` on strided tensors. Each attribute that is read here takes 0.1 us."""
+        given = (k, v, k_pages, v_pages)
+        form = (
+            k.shape, v.shape, k_pages.shape, v_pages.shape,
+            k.stride(), v.stride(), k_pages.stride(), v_pages.stride(),
+            k.dtype, v.dtype, k_pages.dtype, v_pages.dtype,
+            k.device, v.device, k_pages.device, v_pages.device,
+            k.requires_grad, v.requires_grad, k_pages.requires_grad, v_pages.requires_grad,
+            k.is_neg(), v.is_neg(), k_pages.is_neg(), v_pages.is_neg(),
+        )  # fmt: skip
         steps = self._forms.get(form)
         if steps is None:
             steps = self._check(*given)
@@ -232,10 +249,9 @@ class AppendPlan:
             copy_rows(self._places, given, self._target)
             return
         pages, slots = self._slots
-        addresses = [t.data_ptr() for t in given]
         copies = (
-            (addresses[0], addresses[2], *steps.k),
-            (addresses[1], addresses[3], *steps.v),
+            (k.data_ptr(), k_pages.data_ptr(), *steps.k),
+            (v.data_ptr(), v_pages.data_ptr(), *steps.v),
         )  # fmt: skip
         _C.copy_rows(pages, slots, k.shape[1], copies, torch.get_num_threads())
 
@@ -349,13 +365,15 @@ def _device_of(k: object) -> torch.device:
 
 
 def _is_op(given: Sequence[torch.Tensor], more: bool) -> bool:
-    """Whether an append on these tensors is an op of torch's.
+    """Whether an append on these tensors is an op of torch's; else they are strided tensors.
 
     more: it has positions or a transform, which the op has not. Raises InputError where only the op
     can be called.
     """
     if not more:
         return torch.compiler.is_dynamo_compiling() or not is_direct(*given)
+    for name, tensor in zip(("k", "v", "k_pages", "v_pages"), given, strict=False):
+        checks.check_readable(name, tensor)
     if torch.compiler.is_dynamo_compiling() or not is_quiet_and_plain(*given):
         raise InputError(
             "positions and a transform are not part of the op that torch.compile, export, modes "
