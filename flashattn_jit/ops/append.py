@@ -372,14 +372,14 @@ def _is_op(given: Sequence[torch.Tensor], more: bool) -> bool:
     """
     if not more:
         return torch.compiler.is_dynamo_compiling() or not is_direct(*given)
+    if not torch.compiler.is_dynamo_compiling() and is_quiet_and_plain(*given):
+        return False
     for name, tensor in zip(("k", "v", "k_pages", "v_pages"), given, strict=False):
         checks.check_readable(name, tensor)
-    if torch.compiler.is_dynamo_compiling() or not is_quiet_and_plain(*given):
-        raise InputError(
-            "positions and a transform are not part of the op that torch.compile, export, modes "
-            "and tensor subclasses use; append outside of them"
-        )
-    return False
+    raise InputError(
+        "positions and a transform are not part of the op that torch.compile, export, modes and "
+        "tensor subclasses use; append outside of them"
+    )
 
 
 def check_transform(transform: Variant | None) -> Variant | None:
