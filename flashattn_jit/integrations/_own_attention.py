@@ -111,7 +111,9 @@ def _falcon(attend: Attend, layer: Any, arguments: dict[str, Any]) -> tuple[Tens
 
 def _gptj(attend: Attend, layer: Any, arguments: dict[str, Any]) -> tuple[Tensor, None]:
     value = arguments["value"]
-    query, key = arguments["query"].to(value.dtype), arguments["key"].to(value.dtype)
+    query, key = arguments["query"].to(value.dtype), arguments["key"]
+    if key.dtype != value.dtype:
+        key = key.to(value.dtype)
     out = attend(
         layer, query, key, value, arguments["attention_mask"], scaling=1 / float(layer.scale_attn),
         dropout=layer.attn_dropout.p if layer.training else 0.0,

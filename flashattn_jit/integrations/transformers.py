@@ -19,16 +19,19 @@ all values.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flashattn_jit.errors import InputError, TraceError
-from flashattn_jit.integrations import _own_attention, _registration
+from flashattn_jit.integrations import _continuous, _own_attention, _registration
 from flashattn_jit.integrations._lazy_mask import LazyMask, MaskFunction, UnmergedMask
 from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
+from flashattn_jit.integrations._paged_rows import KeyBias, LayerCall, PagedRows
 from flashattn_jit.integrations._registration import NAME, TESTED
 from flashattn_jit.integrations._served import Served, layers_of
 from flashattn_jit.ops.attention import attention
@@ -38,6 +41,11 @@ from flashattn_jit.variants.library.biases import AdditiveBias, SoftCap
 from flashattn_jit.variants.library.masks import Causal, Full
 from flashattn_jit.variants.library.normalizers import Sink
 from flashattn_jit.variants.variant import Variant, tensor
+
+if TYPE_CHECKING:
+    from flashattn_jit.integrations._batch_requests import Generated
+    from flashattn_jit.integrations._generate import BatchGenerator, generate_batch
+    from flashattn_jit.integrations._paged_cache import PagedCache
 
 _Parts = tuple[bool, bool, bool]  # soft cap, position bias, sinks
 
@@ -104,6 +112,7 @@ def register(name: str = NAME) -> str:
     AttentionInterface.register(name, torch.compiler.disable(attention_forward))
     AttentionMaskInterface.register(name, torch.compiler.disable(lazy_mask))
     IMPLEMENTATIONS.add(name)
+    _continuous.allow()
     _registration.look_at_models(torch.compiler.disable(_attend), served)
     return name
 
@@ -210,12 +219,29 @@ def attention_forward(
         (output [batch, q_len, num_q_heads, head_dim_v], contiguous, and None for the weights).
 
     Raises:
-        InputError: dropout, attention weights or a paged cache are requested; a keyword argument is
+        InputError: dropout or attention weights are requested; a keyword argument is
             unknown, so might change the result; the mask has another type or size; or there is no
             mask and `module` is causal, where eager and sdpa differ.
         TraceError: the mask function of the model cannot be compiled to a kernel.
     """
+    parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
+    if kwargs.get("cache") is not None:
+        _refuse_dropout(dropout)
+        if position_bias is not None or kwargs.get("output_attentions"):
+            raise InputError(
+                f"{type(module).__name__}: continuous batching is not served with a position bias "
+                "or attention weights"
+            )
+        given: dict[str, Any] = {"cap": softcap, "sink": s_aux}
+        params: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+        extend = functools.partial(_extend, parts=parts)
+        kwargs["is_causal"] = is_causal
+        return _continuous.attend(module, query, key, value, scaling, extend, params, kwargs), None
     _refuse(module, dropout, kwargs)
+    if isinstance(key, PagedRows) and isinstance(value, PagedRows):
+        return _over_pages(
+            module, query, key, value, attention_mask, scaling, softcap, s_aux, position_bias
+        ), None
     query, key, value = (_rows(tensor) for tensor in (query, key, value))
     kv_len = key.shape[2]
     if isinstance(attention_mask, LazyMask):
@@ -223,8 +249,7 @@ def attention_forward(
         if attention_mask.is_shared(query.shape[0], query.shape[2]):
             # One row of a mask for all queries, as in bidirectional layers, or one request for all.
             attention_mask = attention_mask.to_dense(query.device)
-    parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
-    params: dict[str, Any] = {}
+    params = {}
     if softcap is not None:
         params["cap"] = softcap
     if position_bias is not None:
@@ -261,19 +286,44 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raises for arguments that would otherwise give a wrong result without an error."""
+def _over_pages(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: PagedRows,
+    value: PagedRows,
+    mask: Tensor | LazyMask | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    position_bias: Tensor | None,
+) -> Tensor:
+    """Attention of a layer whose keys and values lie in pages; see `_paged_rows`."""
+    if mask is not None and not isinstance(mask, LazyMask):
+        raise InputError(
+            f"{type(module).__name__} has a mask of its own of type {type(mask).__name__}; over "
+            "pages the masks are those that the model makes of a 2-D attention_mask"
+        )
+    parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
+    given = {"cap": softcap, "bias": position_bias, "sink": s_aux}
+    params = {name: x for name, x in given.items() if x is not None}
+    extend = functools.partial(_extend, parts=parts, bias=KeyBias)
+    call = LayerCall(mask, scaling, extend, parts, params)
+    out: Tensor = key.owner.attend(query, key, value, call)
+    return out
+
+
+def _refuse_dropout(dropout: float) -> None:
     if dropout:
         raise InputError(
             f"dropout={dropout}: this engine is inference only; call model.eval() first"
         )
+
+
+def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raises for arguments that would otherwise give a wrong result without an error."""
+    _refuse_dropout(dropout)
     if kwargs.get("output_attentions") or _weights_are_collected():
         raise InputError(_own_attention.NO_WEIGHTS)
-    if kwargs.get("cache") is not None:
-        raise InputError(
-            "continuous batching (generate_batch) passes a paged cache, which this integration "
-            "does not serve; use attn_implementation='eager' for it"
-        )
     for name, value in kwargs.items():
         if name not in _WITHOUT_EFFECT and value is not None and value is not False:
             raise InputError(
@@ -337,16 +387,17 @@ def _check_sizes(mask: LazyMask, query: Tensor, kv_len: int) -> None:
         )
 
 
-def _extend(base: Variant, parts: _Parts) -> Variant:
+def _extend(base: Variant, parts: _Parts, bias: Callable[[], Variant] = AdditiveBias) -> Variant:
     """`base` with the soft cap, position bias and sinks of a layer.
 
+    bias: makes the variant of the position bias.
     The soft cap comes first: `base` may hold an additive mask, which is not capped.
     """
-    softcap, bias, sinks = parts
+    softcap, biased, sinks = parts
     if softcap:
         base = SoftCap() & base
-    if bias:
-        base = base & AdditiveBias()
+    if biased:
+        base = base & bias()
     if sinks:
         base = base & Sink()
     return base
@@ -362,12 +413,28 @@ def _dense_variant(as_bool: bool, parts: _Parts) -> Variant:
     return _extend(DenseMask() if as_bool else AdditiveBias().named("mask"), parts)
 
 
+_LAZY = {"PagedCache": "_paged_cache", "generate_batch": "_generate", "BatchGenerator": "_generate",
+         "Generated": "_batch_requests"}  # fmt: skip
+"""What needs transformers to be imported, with its module."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _registration.check_version()
+    return getattr(importlib.import_module(f"{__package__}.{_LAZY[name]}"), name)
+
+
 __all__ = [
     "NAME",
     "TESTED",
+    "BatchGenerator",
     "DenseMask",
+    "Generated",
     "LazyMask",
+    "PagedCache",
     "attention_forward",
+    "generate_batch",
     "lazy_mask",
     "register",
     "served",

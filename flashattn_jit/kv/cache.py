@@ -135,7 +135,12 @@ class Cache:
     # --- sequences --------------------------------------------------------------------------------
 
     def open(
-        self, token_ids: Iterable[int], *, namespace: bytes = b"", priority: int = 0
+        self,
+        token_ids: Iterable[int],
+        *,
+        namespace: bytes = b"",
+        priority: int = 0,
+        publish: bool = True,
     ) -> Sequence:
         """A new sequence, with the longest prefix of `token_ids` that the cache has.
 
@@ -147,6 +152,8 @@ class Cache:
             namespace: sequences share pages within a namespace alone: one for each tenant, adapter
                 or kind of input that the tokens do not tell apart.
             priority: 0 to 100, for policies such as `fa.kv.Priority`.
+            publish: False keeps the sequence apart from the prefix index: it finds nothing there,
+                and no other sequence finds its pages. For tokens that are not known.
 
         Raises:
             InputError: tokens are no 1-D ints, or more than max_kv_len.
@@ -161,6 +168,10 @@ class Cache:
             raise InputError(
                 f"token_ids has {len(tokens)} tokens, but max_kv_len={self.max_kv_len}"
             )
+        if not publish:
+            seq = self.new_sequence(namespace, priority)
+            seq.publishes = False
+            return seq
         size = self.spec.page_size
         path = self.tree.match(namespace, tokens)
         there = [

@@ -112,10 +112,7 @@ class Sequence:
                 the mask of a group has given up: keep them by the cache's `lookback`.
             SequenceError: the sequence is closed, suspended or in an open step.
         """
-        self._check("trim()")
-        kv_len = check_int("kv_len", kv_len, 0, self.kv_len)
-        for group, removed in enumerate(self.removed):
-            self._check_trim(group, removed, kv_len)
+        kv_len = self.check_trim(kv_len)
         size = self.cache.spec.page_size
         self.version += 1
         self.tokens.truncate(kv_len)
@@ -129,6 +126,14 @@ class Sequence:
             # Behind a page in the middle of a path, whose digest is not at hand: the tree looks
             # from its root on when the next page is full.
             self.place = self.cache.tree.place(self.cache.tree.root(self.namespace), 0)
+
+    def check_trim(self, kv_len: int) -> int:
+        """kv_len as an int. Raises what ``trim(kv_len)`` raises, and changes nothing."""
+        self._check("trim()")
+        kv_len = check_int("kv_len", kv_len, 0, self.kv_len)
+        for group, removed in enumerate(self.removed):
+            self._check_trim(group, removed, kv_len)
+        return kv_len
 
     def _check_trim(self, group: int, removed: int, kv_len: int) -> None:
         mask, table = self.cache.masks[group], self.tables[group].view

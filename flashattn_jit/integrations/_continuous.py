@@ -1,0 +1,89 @@
+"""transformers' own continuous batching (``model.generate_batch``) with this engine's attention.
+
+Its cache gives each layer the keys and values of all requests, one request after another, so that
+no mask of all tokens by all keys is made, as its SDPA and eager attention need.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from flashattn_jit.errors import InputError
+from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
+from flashattn_jit.ops.varlen import varlen_attention
+from flashattn_jit.variants.library.masks import Causal, SlidingWindow
+from flashattn_jit.variants.variant import Variant
+
+
+def allow() -> None:
+    """Lets transformers' continuous batching keep this engine's attention, once."""
+    from transformers.generation.continuous_batching import continuous_api
+
+    manager: Any = continuous_api.ContinuousBatchingManager
+    switch = manager.switch_to_cb_friendly_attn
+    if getattr(switch, "_keeps_this_engine", False):
+        return
+
+    @functools.wraps(switch)
+    def switched(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation not in IMPLEMENTATIONS:
+            switch(self, model, *args, **kwargs)
+
+    switched._keeps_this_engine = True  # type: ignore[attr-defined]
+    manager.switch_to_cb_friendly_attn = switched
+
+
+@functools.cache
+def _mask(window: int) -> Variant:
+    return SlidingWindow(window) if window else Causal()
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    extend: Callable[[Variant], Variant],
+    params: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention of a layer over the packed tokens of a step.
+
+    query: [1, num_q_heads, tokens, head_dim]; kwargs: what continuous batching passes to every
+    layer, its paged cache among them. Returns [1, tokens, num_q_heads, head_dim_v]. Raises
+    InputError for a layer without a causal mask.
+    """
+    if not kwargs.get("is_causal", True) or not getattr(module, "is_causal", True):
+        raise InputError(
+            f"{type(module).__name__} is not causal; continuous batching is served for causal "
+            "layers alone"
+        )
+    cache = kwargs.pop("cache")
+    if kwargs.get("block_table") is not None:
+        raise InputError(
+            "continuous batching passes block tables, which only FlashAttention reads; set "
+            "max_blocks_per_request=0 in its config"
+        )
+    allocator = cache.layer_to_allocator[module.layer_idx]
+    key, value = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
+    )
+    q_indptr, kv_indptr = (kwargs[n].cpu() for n in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    rows, keys = int(q_indptr[-1]), int(kv_indptr[-1])
+    q = query[0, :, :rows].transpose(0, 1)
+    k, v = (x[0, :, :keys].transpose(0, 1) for x in (key, value))
+    variant = extend(_mask(int(getattr(allocator, "sliding_window", 0) or 0)))
+    out = varlen_attention(
+        q, k, v, q_indptr, kv_indptr, variant, scale=scaling, q_offset="end", **params
+    )
+    assert isinstance(out, Tensor)
+    if rows < query.shape[2]:  # padding behind the tokens
+        result = out.new_zeros(query.shape[2], *out.shape[1:])
+        result[:rows] = out
+        out = result
+    return out[None]

@@ -1,0 +1,323 @@
+"""`PagedCache`: a cache of transformers with keys and values in the pages of an `fa.kv.Cache`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from flashattn_jit import kv
+from flashattn_jit.errors import InputError
+from flashattn_jit.integrations._lazy_mask import LazyMask
+from flashattn_jit.integrations._paged_rows import (
+    LayerCall,
+    PagedLayers,
+    PagedRows,
+    check_mask,
+)
+from flashattn_jit.ops.arguments.checks import check_int, shown
+
+
+class PagesLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """A layer of a cache over pages, which asks the cache."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, owner: OverPages, layer: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner, self.layer = owner, layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the pages exist."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Handles of all keys and values; see `PagedRows`."""
+        return self.owner.rows(key_states, value_states, self.layer)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(kv_len, 0): windows are masks here, and hide no key by an offset."""
+        return self.owner.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of the longest row, padding counted."""
+        return self.owner.length
+
+    def get_max_length(self) -> int:
+        """Tokens of a row, at most."""
+        return self.owner.pages.max_kv_len
+
+
+class OverPages(transformers.Cache):
+    """What caches of transformers over an `fa.kv.Cache` have in common.
+
+    pages: the cache. length: tokens of the longest row, as the model counts them.
+    """
+
+    def __init__(self, cache: kv.Cache) -> None:
+        self.paged = PagedLayers(cache)
+        self.pages = cache
+        self.length = 0
+        super().__init__(layers=[PagesLayer(self, i) for i in range(cache.spec.num_layers)])
+
+    def rows(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Handles of a layer's keys and values, the new ones included."""
+        kv_len = self.length + key.shape[2]
+        return tuple(PagedRows.of(x, kv_len, layer, self) for x in (key, value))  # type: ignore
+
+    def attend(self, query: Tensor, key: PagedRows, value: PagedRows, call: LayerCall) -> Tensor:
+        """[batch, q_len, num_q_heads, head_dim_v]: the attention function's work on handles."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise InputError(f"a {type(self).__name__} cannot be copied or pickled; make another one")
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row of the batch. first: its first real token, of those that the model counts."""
+
+    seq: kv.Sequence
+    first: int | None = None
+
+
+class PagedCache(OverPages):
+    """A cache for ``generate()`` of a model with ``attn_implementation="attn_jit"``.
+
+    Keys and values lie in pages of an `fa.kv.Cache`: rows of a batch with padding on the left have
+    no pages for it, beams share the pages of what they have in common, and layers with windows give
+    pages back. The cache serves one batch at a time; `reset` ends it, and frees the pages.
+
+    Args:
+        cache: an `fa.kv.Cache` whose groups have the masks of the model's layers, as
+            `fa.kv.Spec.from_config` makes them; it may serve others as well. `for_model` makes one.
+
+    Raises:
+        InputError: in a forward pass: padding between tokens, a mask that is not the group's, or
+            another batch size. Of `crop`: tokens that a window gave up would be read again, which
+            the cache's ``lookback`` keeps.
+        OutOfPages: in a forward pass, when the pages do not suffice. The cache is as before then.
+
+    Example:
+        >>> cache = PagedCache.for_model(model, num_tokens=4096)
+        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+    """
+
+    def __init__(self, cache: kv.Cache) -> None:
+        super().__init__(cache)
+        self._batch: list[_Row] = []
+        self._open: tuple[kv.Step, Tensor] | None = None
+        self._checked: set[int] = set()
+
+    @classmethod
+    def for_model(
+        cls, model: Any, num_tokens: int, *, page_size: int = 16, lookback: int = 0
+    ) -> PagedCache:
+        """A cache of its own for a model.
+
+        Args:
+            model: a decoder of transformers, on the device and in the dtype that it runs in.
+            num_tokens: of all rows of a batch together, without padding.
+            page_size: tokens of a page.
+            lookback: tokens that `crop` may take back from layers with windows.
+        """
+        return cls(cache_for(model, num_tokens, page_size=page_size, lookback=lookback))
+
+    # --- forward passes ---------------------------------------------------------------------------
+
+    def attend(self, query: Tensor, key: PagedRows, value: PagedRows, call: LayerCall) -> Tensor:
+        """See `OverPages.attend`."""
+        mask = call.mask
+        if mask is None:
+            raise InputError(f"layer {key.layer} has no mask, which a PagedCache needs")
+        layer, (batch, q_len) = key.layer, (query.shape[0], query.shape[2])
+        if self._open is None or self.paged.has(layer):  # a forward pass before this one failed
+            self._open = self._begin(batch, q_len, mask)
+        _, real = self._open
+        if q_len > 1 or layer not in self._checked:
+            row = next((i for i, x in enumerate(self._batch) if x.first is not None), 0)
+            check_mask(self.pages, layer, mask, self._batch[row].first or 0, row)
+            self._checked.add(layer)
+        everything = bool(real.all())
+        packed = [_packed(x, None if everything else real) for x in (query, key.rows, value.rows)]
+        first = torch.tensor([x.first or 0 for x in self._batch], dtype=torch.int32, device="cpu")
+        out = self.paged.attend(layer, call.with_bias(batch, query.shape[1], first), *packed)
+        result: Tensor = out.new_zeros(batch, q_len, *out.shape[1:])
+        if everything:
+            result = out.view(result.shape)
+        else:
+            result[real] = out
+        if self.paged.is_complete:
+            self._end(q_len)
+        return result
+
+    def _begin(self, batch: int, q_len: int, mask: LazyMask) -> tuple[kv.Step, Tensor]:
+        """Open a step for the new tokens of all rows: it, and which tokens are no padding."""
+        self._abort()
+        if not self._batch:
+            self._batch = [_Row(self.pages.open([], publish=False)) for _ in range(batch)]
+            self._checked = set()
+        if len(self._batch) != batch:
+            raise InputError(
+                f"the batch has {batch} rows, but the cache holds {len(self._batch)}; reset() it "
+                "before another batch"
+            )
+        real = _real(mask, batch, self.length, q_len)
+        items, firsts = [], []
+        for i, (row, tokens) in enumerate(zip(self._batch, real, strict=True)):
+            count = int(tokens.sum())
+            begin = int(tokens.int().argmax()) if count else 0
+            padded = row.first is not None and begin
+            if count and (padded or not bool(tokens[begin : begin + count].all())):
+                raise InputError(
+                    f"row {i} has padding between its tokens; a PagedCache takes padding in front "
+                    'of a prompt alone: padding_side="left"'
+                )
+            firsts.append(self.length + begin if row.first is None and count else row.first)
+            items.append((row.seq, [0] * count))
+        step = self.pages.step(items)
+        for row, first in zip(self._batch, firsts, strict=True):
+            row.first = first
+        self.paged.begin(step)
+        return step, real.to(self.pages.device)
+
+    def _end(self, q_len: int) -> None:
+        assert self._open is not None
+        self._open[0].commit()
+        self._open = None
+        self.length += q_len
+
+    def _abort(self) -> None:
+        """Give back what a forward pass that failed had taken."""
+        if self._open is not None:
+            step, self._open = self._open[0], None
+            if step.is_open:
+                step.abort()
+            for row in self._batch:
+                if not row.seq.kv_len:
+                    row.first = None
+
+    # --- what generate() does with caches ---------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was; rows that become several share their pages."""
+        self._select([int(i) for i in beam_idx])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep rows by their indices, or by a bool tensor."""
+        chosen = torch.as_tensor(indices)
+        if chosen.dtype == torch.bool:
+            chosen = torch.nonzero(chosen)[:, 0]
+        self._select([int(i) for i in chosen])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after another; they share their pages."""
+        repeats = check_int("repeats", repeats, 1)
+        self._select([i for i in range(len(self._batch)) for _ in range(repeats)])
+
+    def _select(self, rows: Sequence[int]) -> None:
+        self._abort()
+        if not self._batch:
+            return
+        for i in rows:
+            if not -len(self._batch) <= i < len(self._batch):
+                raise InputError(f"row {i} of a cache with {len(self._batch)} rows")
+        before, taken = self._batch, set()
+        after: list[_Row] = []
+        for i in rows:
+            row = before[i]
+            after.append(_Row(row.seq.fork(), row.first) if row.seq.number in taken else row)
+            taken.add(row.seq.number)
+        self._batch = after
+        for row in before:
+            if row.seq.number not in taken:
+                row.seq.close()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back: a negative number of them, as transformers has it."""
+        count = -check_int("tokens_to_remove", tokens_to_remove, -self.length, 0)
+        self._abort()
+        if not count:
+            return
+        left = self.length - count
+        lengths = [max(0, left - row.first) if row.first is not None else 0 for row in self._batch]
+        for row, kv_len in zip(self._batch, lengths, strict=True):
+            row.seq.check_trim(kv_len)
+        for row, kv_len in zip(self._batch, lengths, strict=True):
+            row.seq.trim(kv_len)
+            if not kv_len:
+                row.first = None
+        self.length = left
+
+    def reset(self) -> None:
+        """End the batch and free its pages."""
+        self._abort()
+        for row in self._batch:
+            row.seq.close()
+        self._batch, self.length = [], 0
+
+    def activate_past_recording(self) -> None:
+        """Nothing: the cache's ``lookback`` says how far `crop` may go."""
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take a token back."""
+        return self.pages.lookback > 0 or not self.pages.reclaiming
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, -1 before the first forward pass."""
+        return len(self._batch) or -1
+
+    @property
+    def sequences(self) -> list[kv.Sequence]:
+        """The sequences of the rows."""
+        return [row.seq for row in self._batch]
+
+    def __repr__(self) -> str:
+        return f"PagedCache(rows={len(self._batch)}, length={self.length})"
+
+
+def cache_for(
+    model: Any, num_tokens: int, *, page_size: int = 16, lookback: int = 0, max_kv_len: int = 0
+) -> kv.Cache:
+    """An `fa.kv.Cache` for a model: of its device and dtype, with the masks of its config.
+
+    max_kv_len: of a sequence, num_tokens by default. Raises InputError for what is no such model.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not isinstance(getattr(model, "dtype", None), torch.dtype):
+        raise InputError(f"model must be a model of transformers, got {shown(model)}")
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise InputError("layers that share keys and values of others are not served over pages")
+    num_tokens = check_int("num_tokens", num_tokens, 1)
+    spec = kv.Spec.from_config(text, page_size=page_size, dtype=model.dtype)
+    pages = -(-num_tokens // spec.page_size)
+    return kv.Cache(
+        spec, pages, max_kv_len=max_kv_len or num_tokens, device=model.device, lookback=lookback
+    )
+
+
+def _real(mask: LazyMask, batch: int, length: int, q_len: int) -> Tensor:
+    """bool [batch, q_len]: which of the new tokens are no padding."""
+    if mask.keep is not None:
+        return mask.keep[:, length : length + q_len].expand(batch, -1).cpu()
+    real = torch.ones(batch, q_len, dtype=torch.bool, device="cpu")
+    if mask.key_len is not None:
+        real &= (length + torch.arange(q_len, device="cpu")) < mask.key_len.cpu()[:, None]
+    return real
+
+
+def _packed(x: Tensor, real: Tensor | None) -> Tensor:
+    """[batch, heads, rows, dim] as [num_tokens, heads, dim], without padding."""
+    x = x.transpose(1, 2)
+    return x.flatten(0, 1) if real is None else x[real]

@@ -1,0 +1,209 @@
+"""Attention layers of transformers models over the pages of an `fa.kv.Cache`.
+
+A cache's ``update`` keeps the new keys and values and returns `PagedRows`, handles that have the
+shape of all keys and no memory. The layer gives them to this integration's attention function,
+which writes the new rows into the pages and attends over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashattn_jit.errors import InputError
+from flashattn_jit.integrations._lazy_mask import LazyMask
+from flashattn_jit.kv import Cache
+from flashattn_jit.ops.cascade import CascadeAttention
+from flashattn_jit.ops.plan import Plan
+from flashattn_jit.variants.variant import Variant, as_variant, tensor
+
+if TYPE_CHECKING:
+    from flashattn_jit.kv import Step
+
+_READABLE = frozenset({
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.size, Tensor.dim,
+})  # fmt: skip
+
+
+class PagedRows(Tensor):
+    """Keys or values of a layer that lie in pages: a shape without values.
+
+    [batch, num_kv_heads, kv_len, dim], of stride 0. Everything but its shape, dtype and device
+    raises InputError.
+    """
+
+    rows: Tensor
+    layer: int
+    owner: Any
+
+    @staticmethod
+    def of(rows: Tensor, kv_len: int, layer: int, owner: Any) -> PagedRows:
+        """The handle of new rows [batch, num_kv_heads, q_len, dim], with kv_len of all keys.
+
+        owner: the cache, whose ``attend`` the attention function calls.
+        """
+        batch, heads, _, dim = rows.shape
+        made = rows.new_empty(1).expand(batch, heads, kv_len, dim).as_subclass(PagedRows)
+        made.rows, made.layer, made.owner = rows, layer, owner
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READABLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise InputError(
+            f"this model computes {getattr(func, '__name__', func)} with its cached keys or "
+            "values, which lie in pages; use attn_implementation='attn_jit' with it, or another "
+            "cache"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PagedRows(layer={self.layer})"
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise InputError("keys and values in pages cannot be copied or pickled")
+
+
+class KeyBias(Variant):
+    """A bias of each head and key: ``score + bias[b, h, first[b] + kv_idx]``.
+
+    bias: ``[batch, num_q_heads, positions]``. first: int32 ``[batch]``, the position of a request's
+    first key.
+    """
+
+    bias: Tensor = tensor("batch", "num_q_heads", "positions")
+    first: Tensor = tensor("batch", dtype=torch.int32)
+
+    def score_mod(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        """The biased score."""
+        return score + self.bias[b, h, self.first[b] + kv_idx]
+
+
+class LayerCall(NamedTuple):
+    """How a layer attends.
+
+    mask: the model's, or None. extend, parts: make the layer's variant of its group's, and tell it
+    from others. params: of what `extend` adds, with ``bias`` [batch or 1, num_q_heads or 1, 1,
+    positions] as the model gives it.
+    """
+
+    mask: LazyMask | None
+    scaling: float | None
+    extend: Callable[[Variant], Variant]
+    parts: tuple[object, ...]
+    params: Mapping[str, Any]
+
+    def with_bias(self, batch: int, heads: int, first: Tensor) -> LayerCall:
+        """With the bias as `KeyBias` takes it. first: int32 [batch]."""
+        if "bias" not in self.params:
+            return self
+        bias = self.params["bias"][:, :, 0].expand(batch, heads, -1)
+        return self._replace(params={**self.params, "bias": bias, "first": first.to(bias.device)})
+
+
+class PagedLayers:
+    """What the attention layers of a model share over the steps of one `fa.kv.Cache`.
+
+    cache: its groups have the masks of the model's layers. plans: the last plan of each kind of
+    layer.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        if not isinstance(cache, Cache):
+            raise InputError(f"cache must be an fa.kv.Cache, got {type(cache).__name__}")
+        self.cache = cache
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self._attentions: dict[tuple[Any, ...], CascadeAttention] = {}
+        self._step: Step | None = None
+        self._appended: set[int] = set()
+        self._planned: set[tuple[Any, ...]] = set()
+
+    def begin(self, step: Step) -> None:
+        """The layers of a forward follow, over this step."""
+        self._step, self._appended, self._planned = step, set(), set()
+
+    def attend(
+        self,
+        layer: int,
+        call: LayerCall,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """Attention of a layer over packed rows, whose keys and values are appended first.
+
+        query: [num_tokens, num_q_heads, head_dim]; key, value: [num_tokens, num_kv_heads, ...].
+        Returns [num_tokens, num_q_heads, head_dim_v].
+        """
+        step, cache = self._step, self.cache
+        assert step is not None
+        group = cache.group_of(layer)
+        if layer not in self._appended:
+            step.append(layer, key, value)
+            self._appended.add(layer)
+        kind = (group, call.parts, query.shape[1], query.dtype)
+        attention = self._attentions.get(kind)
+        if attention is None:
+            spec = cache.spec.groups[group]
+            attention = self._attentions[kind] = CascadeAttention(
+                call.extend(as_variant(spec.variant)), num_q_heads=query.shape[1],
+                num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+                head_dim_v=spec.head_dim_v, q_dtype=query.dtype, kv_dtype=cache.spec.dtype,
+                device=cache.device,
+            )  # fmt: skip
+        if kind not in self._planned:
+            self.plans[kind] = step.plan(attention, group)
+            self._planned.add(kind)
+        out = attention.run(query, *cache.tensors(layer), scale=call.scaling, **call.params)
+        assert isinstance(out, Tensor)
+        return out
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers have appended their rows to the step."""
+        return len(self._appended) == self.cache.spec.num_layers
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer has appended its rows to the step."""
+        return layer in self._appended
+
+
+def check_mask(cache: Cache, layer: int, mask: LazyMask, first: int, row: int) -> None:
+    """Raises InputError where a layer's mask is not that of its group, by 512 pairs of positions.
+
+    first: the position of the first real token of batch entry `row`, from which the cache counts.
+    """
+    group = cache.spec.groups[cache.group_of(layer)]
+    hook = as_variant(group.variant).hooks().get("mask_mod")
+    queries, keys = _pairs(cache.max_kv_len)
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
+    wanted = mask.mask_function(zero + row, zero, queries + first, keys + first)
+    own = torch.ones_like(queries, dtype=torch.bool)
+    if hook is not None:
+        own = torch.as_tensor(hook(zero, zero, queries, keys)).expand(queries.shape)
+    wanted = torch.as_tensor(wanted).cpu().expand(queries.shape)
+    wrong = torch.nonzero(wanted.bool() != own.bool())
+    if len(wrong):
+        at = int(wrong[0])
+        raise InputError(
+            f"layer {layer}: the model's mask {'keeps' if wanted[at] else 'hides'} key "
+            f"{int(keys[at])} of query {int(queries[at])}, and {as_variant(group.variant).name} of "
+            "the cache's group does not; give the group the mask of its layers"
+        )
+
+
+def _pairs(max_kv_len: int) -> tuple[Tensor, Tensor]:
+    """512 positions of queries and of keys: half of them near each other."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randint(0, max_kv_len, (512,), generator=generator)
+    far = torch.randint(-2, 64, (512,), generator=generator)
+    keys = torch.randint(0, max_kv_len, (512,), generator=generator)
+    spread = 2.0 ** (torch.rand(512, generator=generator) * 16)
+    near = torch.where(far < 32, far, spread.long())
+    keys[::2] = (queries - near)[::2].clamp(0, max_kv_len - 1)
+    return queries, keys
