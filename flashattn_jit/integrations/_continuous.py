@@ -64,6 +64,10 @@ def attend(
             "layers alone"
         )
     cache = kwargs.pop("cache")
+    if not hasattr(cache, "layer_to_allocator"):
+        raise InputError(
+            f"cache is a {type(cache).__name__}, and no paged cache of continuous batching"
+        )
     if kwargs.get("block_table") is not None:
         raise InputError(
             "continuous batching passes block tables, which only FlashAttention reads; set "

@@ -93,6 +93,10 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
     def changed(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         # transformers never changes existing models of the served families. This allows it only
         # where this engine is chosen or left; layers made for FlashAttention have other classes.
+        if isinstance(attn_implementation, str):
+            # What continuous batching called an implementation until transformers 5.22.
+            plain = attn_implementation.removeprefix("paged|")
+            attn_implementation = plain if _is_ours(plain) else attn_implementation
         now = str(self.config._attn_implementation)
         _changing.served = (_is_ours(attn_implementation) and "flash" not in now) or (
             attn_implementation == "eager" and now in IMPLEMENTATIONS

@@ -25,7 +25,7 @@ BUDGET_S = {
     "tests/fuzz": 35,
     "tests/harness": 20,
     "tests/inspect": 25,
-    "tests/integrations": 50,
+    "tests/integrations": 90,
     "tests/jit": 55,
     "tests/kv": 60,
     "tests/modes": 75,

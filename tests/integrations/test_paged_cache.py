@@ -1,0 +1,231 @@
+"""`PagedCache`: generate() over pages gives the tokens that it gives with transformers' cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip(
+    "transformers", minversion="5.23", reason="needs the extra [examples]"
+)
+
+import flashattn_jit as fa  # noqa: E402
+from flashattn_jit.errors import InputError, OutOfPages  # noqa: E402
+from flashattn_jit.integrations.transformers import PagedCache  # noqa: E402
+from tests.integrations.decoders import DECODERS, VOCABULARY, build  # noqa: E402
+
+FAMILIES = {
+    "llama": "grouped heads", "mistral": "a window", "llama4": "chunks", "gpt_oss": "sinks",
+    "gemma2": "a soft cap, layers of two kinds", "falcon": "few key heads", "bloom": "ALiBi",
+    "gpt2": "positions of its own",
+}  # fmt: skip
+OPTIONS = {
+    "greedy": {}, "beams": {"num_beams": 3}, "sampled": {"do_sample": True, "top_k": 20},
+}  # fmt: skip
+NEW = 20
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def models(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
+    yield build(DECODERS[request.param])
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, Any]:
+    return build(DECODERS["llama"])
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three rows, two of them with padding in front."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, VOCABULARY, (3, 18), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = mask[2, :1] = 0
+    return ids, mask
+
+
+def generated(model: Any, options: dict[str, Any], **more: Any) -> torch.Tensor:
+    ids, mask = prompts()
+    torch.manual_seed(1)
+    tokens = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, use_cache=True, **options, **more
+    )
+    assert isinstance(tokens, torch.Tensor)
+    return tokens
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_generate_gives_the_same_tokens(models: tuple[Any, Any], options: str) -> None:
+    eager, ours = models
+    cache = PagedCache.for_model(ours, 9 * 40, page_size=4)
+    wanted = generated(eager, OPTIONS[options])
+    assert torch.equal(generated(ours, OPTIONS[options], past_key_values=cache), wanted)
+    cache.pages.check()
+    stats = cache.pages.stats().groups
+    assert sum(g.used for g in stats) > 0
+    if options == "beams":
+        assert sum(g.shared for g in stats) > 0  # beams have common pages
+    cache.reset()
+    cache.pages.check()
+    assert not cache.pages.sequences and all(g.used == 0 for g in cache.pages.stats().groups)
+
+
+def test_windows_give_pages_back_and_padding_has_none(llama: tuple[Any, Any]) -> None:
+    _, ours = build(DECODERS["mistral"])
+    cache = PagedCache.for_model(ours, 200, page_size=4)
+    generated(ours, {}, past_key_values=cache)
+    (group,) = cache.pages.stats().groups
+    assert group.reclaimed > 10 and group.used < 3 * 5
+    cache = PagedCache.for_model(llama[1], 200, page_size=1)
+    ids, mask = prompts()
+    llama[1](ids, attention_mask=mask, past_key_values=cache)
+    assert cache.pages.stats().groups[0].used == int(mask.sum())
+    assert [s.kv_len for s in cache.sequences] == mask.sum(1).tolist()
+
+
+def test_crop_select_and_repeat(llama: tuple[Any, Any]) -> None:
+    """Against transformers' cache, by the logits of the tokens that follow."""
+    _, ours = llama
+    ids, mask = prompts()
+    tail = torch.randint(2, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(6))
+    chosen = torch.tensor([1, 3, 5])
+    logits = []
+    for cache in (PagedCache.for_model(ours, 400, page_size=4), transformers.DynamicCache()):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        ours(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(chosen)
+        cache.crop(-6)
+        assert cache.get_seq_length() == 12
+        kept = torch.cat([mask[:, :12].repeat_interleave(2, 0)[chosen], torch.ones_like(tail)], 1)
+        positions = (kept.cumsum(1) - 1)[:, -5:]
+        logits.append(ours(tail, attention_mask=kept, position_ids=positions,
+                           past_key_values=cache).logits)  # fmt: skip
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_is_cropped_to_nothing_and_used_again(llama: tuple[Any, Any]) -> None:
+    _, ours = llama
+    ids, mask = prompts()
+    cache = PagedCache.for_model(ours, 400, page_size=4)
+    first = ours(ids, attention_mask=mask, past_key_values=cache).logits
+    cache.crop(0)
+    assert cache.length == 18
+    cache.crop(-18)
+    assert cache.length == 0 and all(s.kv_len == 0 for s in cache.sequences)
+    again = ours(ids, attention_mask=mask, past_key_values=cache).logits
+    assert torch.equal(first[mask.bool()], again[mask.bool()])
+    cache.reset()
+    one = ours(ids[:1], past_key_values=cache).logits
+    torch.testing.assert_close(one, ours(ids[:1], use_cache=False).logits, rtol=1e-4, atol=1e-4)
+    cache.pages.check()
+
+
+def test_crop_past_what_a_window_keeps_is_an_error_and_changes_nothing() -> None:
+    _, ours = build(DECODERS["mistral"])
+    ids, mask = prompts()
+    for lookback, fits in ((0, False), (9, True)):
+        cache = PagedCache.for_model(ours, 400, page_size=1, lookback=lookback)
+        ours(ids, attention_mask=mask, past_key_values=cache)
+        if fits:
+            cache.crop(-9)
+            assert cache.length == 9
+        else:
+            with pytest.raises(InputError, match="lookback"):
+                cache.crop(-9)
+            assert cache.length == 18 and [s.kv_len for s in cache.sequences] == [18, 11, 17]
+    for wrong in (1, -19, 0.5):
+        with pytest.raises(InputError, match="tokens_to_remove"):
+            cache.crop(wrong)  # type: ignore[arg-type]
+
+
+def test_a_forward_pass_that_fails_leaves_the_cache_as_it_was(llama: tuple[Any, Any]) -> None:
+    _, ours = llama
+    ids, mask = prompts()
+    cache = PagedCache.for_model(ours, 400, page_size=4)
+    ours(ids, attention_mask=mask, past_key_values=cache)
+    used = cache.pages.stats().groups[0].used
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    token = torch.tensor([[3], [4], [5]])
+    longer = torch.cat([mask, torch.ones_like(token)], 1)
+    hook = ours.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ours(token, attention_mask=longer, past_key_values=cache)
+    hook.remove()
+    assert cache.length == 18
+    wanted = ours(token, attention_mask=longer, past_key_values=cache).logits
+    assert cache.length == 19 and cache.pages.stats().groups[0].used >= used
+    fresh = PagedCache.for_model(ours, 400, page_size=4)
+    ours(ids, attention_mask=mask, past_key_values=fresh)
+    assert torch.equal(ours(token, attention_mask=longer, past_key_values=fresh).logits, wanted)
+    small = PagedCache.for_model(ours, 32, page_size=4)
+    with pytest.raises(OutOfPages):
+        ours(ids, attention_mask=mask, past_key_values=small)
+    small.pages.check()
+    assert small.length == 0
+    small.reset()
+    ours(ids[:1, :9], past_key_values=small)
+    assert small.length == 9
+
+
+def test_what_a_paged_cache_refuses(llama: tuple[Any, Any]) -> None:
+    _, ours = llama
+    ids, mask = prompts()
+    cache = PagedCache.for_model(ours, 400, page_size=4)
+    right = mask.flip(1)
+    ours(ids, attention_mask=right, past_key_values=cache)  # padding behind a prompt, so far
+    after = torch.cat([right, torch.ones(3, 1, dtype=torch.int64)], 1)
+    ours(ids[:, :1], attention_mask=after, past_key_values=cache)
+    cache.reset()
+    holes = mask.clone()
+    holes[0, 5] = 0
+    with pytest.raises(InputError, match="row 0 has padding between its tokens"):
+        ours(ids, attention_mask=holes, past_key_values=cache)
+    ours(ids, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(InputError, match="the batch has 2 rows, but the cache holds 3"):
+        ours(ids[:2], past_key_values=cache)
+    with pytest.raises(InputError, match="row 3 of a cache with 3 rows"):
+        cache.reorder_cache(torch.tensor([0, 3, 1]))
+    with pytest.raises(InputError, match="cannot be copied or pickled"):
+        __import__("copy").deepcopy(cache)
+    spec = fa.kv.Spec((fa.kv.Group(range(2), 2, 16, variant=fa.SlidingWindow(8)),), 4,
+                      torch.float32)  # fmt: skip
+    wrong = PagedCache(fa.kv.Cache(spec, 50, max_kv_len=128))
+    with pytest.raises(InputError, match=r"layer 0: the model's mask keeps key .* SlidingWindow"):
+        ours(ids, past_key_values=wrong)
+    wrong.reset()
+    wrong.pages.check()
+    for given, message in (("x", "cache must be an fa.kv.Cache"), (None, "got NoneType")):
+        with pytest.raises(InputError, match=message):
+            PagedCache(given)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="model must be a model of transformers"):
+        PagedCache.for_model("gpt2", 100)
+    with pytest.raises(InputError, match="latent"):
+        PagedCache.for_model(build(DECODERS["deepseek_v3"])[1], 100)
+
+
+def test_keys_in_pages_are_no_tensors(llama: tuple[Any, Any]) -> None:
+    """With another implementation, whose attention computes with them."""
+    eager, _ = llama
+    ids, _ = prompts()
+    cache = PagedCache.for_model(eager, 400)
+    with pytest.raises(InputError, match=r"computes .* with its cached keys or values"):
+        eager(ids, past_key_values=cache)
+    key, _ = cache.rows(torch.zeros(3, 2, 4, 16), torch.zeros(3, 2, 4, 16), 0)
+    assert key.shape == (3, 2, 4, 16) and key.dtype == torch.float32 and key.dim() == 4
+    assert repr(key) == "PagedRows(layer=0)"
+    for use in (lambda: key + 1, lambda: key[0], lambda: torch.cat([key, key]), key.sum):
+        with pytest.raises(InputError, match="lie in pages"):
+            use()
