@@ -143,3 +143,17 @@ def bar_of(total: int) -> Any:
     from tqdm.auto import tqdm  # type: ignore[import-untyped]  # a requirement of transformers
 
     return tqdm(total=total, unit="token", desc="generate_batch")
+
+
+def chosen_token(config: Any, processors: Any, request: Request, logits: Tensor) -> int:
+    """A token by the options of generation, as ``generate`` chooses it for one request.
+
+    logits: [vocabulary], fp32. processors: transformers' logits processors, or None.
+    """
+    scores = logits[None]
+    if processors is not None:
+        scores = processors(request.so_far().to(logits.device), scores)
+    if not config.do_sample:
+        return int(scores.argmax(-1))
+    weights = torch.nn.functional.softmax(scores, dim=-1)
+    return int(torch.multinomial(weights, 1, generator=request.generator))

@@ -19,6 +19,7 @@ from flashattn_jit.integrations._batch_requests import (
     check_fits,
     checked_model,
     checked_options,
+    chosen_token,
     requests_of,
 )
 from flashattn_jit.integrations._packed_cache import PackedCache
@@ -133,30 +134,38 @@ class BatchGenerator:
         self._processors = processors if len(processors) else None
         taken = inspect.signature(self._model.forward).parameters
         self._takes = [n for n in ("position_ids", "logits_to_keep") if n in taken]
+        self._begin = time.perf_counter()
         self.steps = 0
         self.seconds = {"model": 0.0, "all": 0.0}
 
     def run(self, *, progress: bool = False) -> list[Generated]:
         """Generate until all requests are done. Called once."""
         bar = bar_of(sum(r.most for r in self._waiting)) if progress else None
-        begin = time.perf_counter()
         try:
             with torch.inference_mode():
-                while self._waiting or self._running or self._suspended:
-                    self._step(begin, bar)
+                while self.is_running:
+                    self.step(bar)
         finally:
-            self.seconds["all"] += time.perf_counter() - begin
-            for request in (*self._running, *self._suspended):
-                if request.seq is not None and not request.seq.closed:
-                    request.seq.close()
+            self.close()
             if bar is not None:
                 bar.close()
         return self.results
 
-    # --- scheduling -------------------------------------------------------------------------------
+    @property
+    def is_running(self) -> bool:
+        """Whether a request is not done."""
+        return bool(self._waiting or self._running or self._suspended)
 
-    def _step(self, begin: float, bar: Any) -> None:
+    def close(self) -> None:
+        """End all requests, done or not, and close their sequences."""
+        for request in (*self._running, *self._suspended):
+            if request.seq is not None and not request.seq.closed:
+                request.seq.close()
+        self._waiting, self._running, self._suspended = [], [], []
+
+    def step(self, bar: Any = None) -> None:
         """One forward pass: choose its tokens, make room for them, compute, choose new tokens."""
+        begin = time.perf_counter()
         self._resume()
         room = self._max_step_tokens
         items: list[tuple[Request, Any]] = []
@@ -179,7 +188,8 @@ class BatchGenerator:
             logits = self._forward(step, ready)
             step.commit()
         done = [request for (request, _), is_ready in zip(items, ready, strict=True) if is_ready]
-        self._choose(done, logits, begin, bar)
+        self._choose(done, logits, bar)
+        self.seconds["all"] += time.perf_counter() - begin
 
     def _admits(self, items: list[tuple[Request, Any]]) -> bool:
         """Whether the next request may join: not while another computes tokens that both have."""
@@ -236,8 +246,6 @@ class BatchGenerator:
             self._running.append(self._suspended.pop())
         self._may_resume = False
 
-    # --- one forward pass -------------------------------------------------------------------------
-
     def _forward(self, step: kv.Step, ready: list[bool]) -> Tensor:
         """Logits [ready requests, vocabulary] of the last tokens, fp32."""
         device = self._model.device
@@ -263,13 +271,14 @@ class BatchGenerator:
         chosen: Tensor = logits[: len(wanted)].to(torch.float32)
         return chosen
 
-    def _choose(self, done: list[Request], logits: Tensor, begin: float, bar: Any) -> None:
+    def _choose(self, done: list[Request], logits: Tensor, bar: Any) -> None:
         """The next token of each request whose last token was computed."""
         if self._processors is None and not self._config.do_sample:
             tokens = logits.argmax(-1).tolist()
         else:
-            tokens = [self._one(r, row[None]) for r, row in zip(done, logits, strict=True)]
-        now = time.perf_counter() - begin
+            rows = zip(done, logits, strict=True)
+            tokens = [chosen_token(self._config, self._processors, r, row) for r, row in rows]
+        now = time.perf_counter() - self._begin
         for request, token in zip(done, tokens, strict=True):
             result = request.result
             if not result.tokens:
@@ -288,12 +297,3 @@ class BatchGenerator:
                 bar.update(request.most - len(result.tokens) + 1 if result.finish else 1)
             if self._on_token is not None:
                 self._on_token(request.number, token)
-
-    def _one(self, request: Request, logits: Tensor) -> int:
-        """A token by the options of generation, as ``generate`` chooses it for one request."""
-        if self._processors is not None:
-            logits = self._processors(request.so_far().to(logits.device), logits)
-        if not self._config.do_sample:
-            return int(logits.argmax(-1))
-        weights = torch.nn.functional.softmax(logits, dim=-1)
-        return int(torch.multinomial(weights, 1, generator=request.generator))
