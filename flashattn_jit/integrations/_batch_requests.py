@@ -36,7 +36,7 @@ class Generated:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt on its way. computed: tokens whose keys are in the cache."""
+    """A prompt on its way. computed: tokens whose keys are in the cache. processors: of logits."""
 
     number: int
     prompt: np.ndarray[Any, np.dtype[np.int64]]
@@ -45,6 +45,7 @@ class Request:
     generator: torch.Generator | None
     seq: kv.Sequence | None = None
     computed: int = 0
+    processors: Any = ()
 
     @property
     def pending(self) -> int:
@@ -145,15 +146,12 @@ def bar_of(total: int) -> Any:
     return tqdm(total=total, unit="token", desc="generate_batch")
 
 
-def chosen_token(config: Any, processors: Any, request: Request, logits: Tensor) -> int:
-    """A token by the options of generation, as ``generate`` chooses it for one request.
-
-    logits: [vocabulary], fp32. processors: transformers' logits processors, or None.
-    """
+def chosen_token(request: Request, logits: Tensor, do_sample: bool) -> int:
+    """The next token of a request, as ``generate`` chooses it. logits: [vocabulary], fp32."""
     scores = logits[None]
-    if processors is not None:
-        scores = processors(request.so_far().to(logits.device), scores)
-    if not config.do_sample:
+    if len(request.processors):
+        scores = request.processors(request.so_far().to(logits.device), scores)
+    if not do_sample:
         return int(scores.argmax(-1))
     weights = torch.nn.functional.softmax(scores, dim=-1)
     return int(torch.multinomial(weights, 1, generator=request.generator))

@@ -58,7 +58,7 @@ def attend(
     layer, its paged cache among them. Returns [1, tokens, num_q_heads, head_dim_v]. Raises
     InputError for a layer without a causal mask.
     """
-    if not kwargs.get("is_causal", True) or not getattr(module, "is_causal", True):
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise InputError(
             f"{type(module).__name__} is not causal; continuous batching is served for causal "
             "layers alone"

@@ -118,6 +118,7 @@ class BatchGenerator:
         self._running: list[Request] = []
         self._suspended: list[Request] = []
         self._may_resume = True
+        self._open_step: kv.Step | None = None
         longest = max((len(r.prompt) + r.most for r in requests), default=1)
         if cache is None:
             most = min(len(requests), max_requests) or 1
@@ -128,10 +129,10 @@ class BatchGenerator:
             check_fits(cache, r)
         eos = self._config.eos_token_id
         self._stop = {*(eos if isinstance(eos, list | tuple) else [eos])} - {None}
-        processors = self._model._get_logits_processor(
-            self._config, input_ids_seq_length=1, device=self._model.device
-        )
-        self._processors = processors if len(processors) else None
+        for r in requests:
+            r.processors = self._model._get_logits_processor(
+                self._config, input_ids_seq_length=len(r.prompt), device=self._model.device
+            )
         taken = inspect.signature(self._model.forward).parameters
         self._takes = [n for n in ("position_ids", "logits_to_keep") if n in taken]
         self._begin = time.perf_counter()
@@ -158,6 +159,8 @@ class BatchGenerator:
 
     def close(self) -> None:
         """End all requests, done or not, and close their sequences."""
+        if self._open_step is not None and self._open_step.is_open:
+            self._open_step.abort()
         for request in (*self._running, *self._suspended):
             if request.seq is not None and not request.seq.closed:
                 request.seq.close()
@@ -179,7 +182,7 @@ class BatchGenerator:
             tokens = request.next_tokens(room)
             items.append((request, tokens))
             room -= len(tokens)
-        step = self._make_room(items)
+        step = self._open_step = self._make_room(items)
         with step:
             ready = []
             for request, tokens in items:
@@ -273,11 +276,11 @@ class BatchGenerator:
 
     def _choose(self, done: list[Request], logits: Tensor, bar: Any) -> None:
         """The next token of each request whose last token was computed."""
-        if self._processors is None and not self._config.do_sample:
+        if not self._config.do_sample and not any(len(r.processors) for r in done):
             tokens = logits.argmax(-1).tolist()
         else:
             rows = zip(done, logits, strict=True)
-            tokens = [chosen_token(self._config, self._processors, r, row) for r, row in rows]
+            tokens = [chosen_token(r, row, self._config.do_sample) for r, row in rows]
         now = time.perf_counter() - self._begin
         for request, token in zip(done, tokens, strict=True):
             result = request.result

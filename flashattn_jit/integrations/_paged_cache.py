@@ -37,9 +37,7 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the pages exist."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Handles of all keys and values; see `PagedRows`."""
         return self.owner.rows(key_states, value_states, self.layer)
 
@@ -68,10 +66,10 @@ class OverPages(transformers.Cache):
         self.length = 0
         super().__init__(layers=[PagesLayer(self, i) for i in range(cache.spec.num_layers)])
 
-    def rows(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def rows(self, key: Tensor, value: Tensor, layer: int) -> tuple[PagedRows, PagedRows]:
         """Handles of a layer's keys and values, the new ones included."""
         kv_len = self.length + key.shape[2]
-        return tuple(PagedRows.of(x, kv_len, layer, self) for x in (key, value))  # type: ignore
+        return PagedRows(key, kv_len, layer, self), PagedRows(value, kv_len, layer, self)
 
     def attend(self, query: Tensor, key: PagedRows, value: PagedRows, call: LayerCall) -> Tensor:
         """[batch, q_len, num_q_heads, head_dim_v]: the attention function's work on handles."""
@@ -125,7 +123,8 @@ class PagedCache(OverPages):
 
         Args:
             model: a decoder of transformers, on the device and in the dtype that it runs in.
-            num_tokens: of all rows of a batch together, without padding.
+            num_tokens: of all rows of a batch together, without padding. The last page of a row
+                may be partly empty.
             page_size: tokens of a page.
             lookback: tokens that `crop` may take back from layers with windows.
         """

@@ -23,46 +23,62 @@ from flashattn_jit.variants.variant import Variant, as_variant, tensor
 if TYPE_CHECKING:
     from flashattn_jit.kv import Step
 
-_READABLE = frozenset({
-    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    Tensor.size, Tensor.dim,
-})  # fmt: skip
+
+class KeysInPagesError(InputError, AttributeError):
+    """A model computes with its cached keys or values as if they were tensors."""
 
 
-class PagedRows(Tensor):
-    """Keys or values of a layer that lie in pages: a shape without values.
+class PagedRows:
+    """Keys or values of a layer that lie in pages: the shape of a tensor, without values.
 
-    [batch, num_kv_heads, kv_len, dim], of stride 0. Everything but its shape, dtype and device
-    raises InputError.
+    rows: the new ones [batch, num_kv_heads, q_len, dim]. shape: [batch, num_kv_heads, kv_len, dim],
+    of all. owner: the cache, whose ``attend`` the attention function calls. Everything but shape,
+    dtype and device raises InputError.
     """
 
-    rows: Tensor
-    layer: int
-    owner: Any
-
-    @staticmethod
-    def of(rows: Tensor, kv_len: int, layer: int, owner: Any) -> PagedRows:
-        """The handle of new rows [batch, num_kv_heads, q_len, dim], with kv_len of all keys.
-
-        owner: the cache, whose ``attend`` the attention function calls.
-        """
+    def __init__(self, rows: Tensor, kv_len: int, layer: int, owner: Any) -> None:
         batch, heads, _, dim = rows.shape
-        made = rows.new_empty(1).expand(batch, heads, kv_len, dim).as_subclass(PagedRows)
-        made.rows, made.layer, made.owner = rows, layer, owner
-        return made
+        self.rows, self.layer, self.owner = rows, layer, owner
+        self.shape = torch.Size((batch, heads, kv_len, dim))
+        self.dtype, self.device, self.ndim = rows.dtype, rows.device, 4
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READABLE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise InputError(
-            f"this model computes {getattr(func, '__name__', func)} with its cached keys or "
-            "values, which lie in pages; use attn_implementation='attn_jit' with it, or another "
-            "cache"
+    def dim(self) -> int:
+        """4, as of a tensor."""
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one of its entries."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise KeysInPagesError(
+            f"this model computes {what} with its cached keys or values, which lie in pages; use "
+            "attn_implementation='attn_jit' with it, or another cache"
         )
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse(name)
+
+    def __getitem__(self, _: object) -> NoReturn:
+        self._refuse("an index")
+
+    def _operator(self, _: object) -> NoReturn:
+        self._refuse("an operator")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _operator
+    __truediv__ = __rtruediv__ = __rmatmul__ = _operator
+
+    @classmethod
+    def __torch_function__(
+        cls, function: object, types: object, args: tuple[Any, ...] = (), kwargs: object = None
+    ) -> NoReturn:
+        raise KeysInPagesError(
+            f"this model gives its cached keys or values to "
+            f"{getattr(function, '__name__', function)}, and they lie in pages; use "
+            "attn_implementation='attn_jit' with it, or another cache"
+        )
+
+    def __repr__(self) -> str:
         return f"PagedRows(layer={self.layer})"
 
     def __reduce_ex__(self, _: Any) -> NoReturn:

@@ -185,8 +185,8 @@ _MERGES_MASKS = frozenset({
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | PagedRows,
+    value: Tensor | PagedRows,
     attention_mask: Tensor | LazyMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -201,7 +201,8 @@ def attention_forward(
     Args:
         module: the layer.
         query: [batch, num_q_heads, q_len, head_dim], RoPE applied.
-        key: [batch, num_kv_heads, kv_len, head_dim], the cache's, heads not repeated.
+        key: [batch, num_kv_heads, kv_len, head_dim], the cache's, heads not repeated; or handles
+            of a `PagedCache`, as value.
         value: [batch, num_kv_heads, kv_len, head_dim_v].
         attention_mask: a `LazyMask`; a 4-D tensor, bool or additive; or None, which means full
             attention, or with ``is_causal=True`` causal attention aligned to the upper left, as the
@@ -225,6 +226,15 @@ def attention_forward(
         TraceError: the mask function of the model cannot be compiled to a kernel.
     """
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
+    if isinstance(key, PagedRows) and isinstance(value, PagedRows):
+        _refuse(module, dropout, kwargs)
+        return _over_pages(
+            module, query, key, value, attention_mask, scaling, softcap, s_aux, position_bias
+        ), None
+    if not isinstance(key, Tensor) or not isinstance(value, Tensor):
+        raise InputError(
+            f"key and value must be tensors, got {type(key).__name__} and {type(value).__name__}"
+        )
     if kwargs.get("cache") is not None:
         _refuse_dropout(dropout)
         if position_bias is not None or kwargs.get("output_attentions"):
@@ -238,10 +248,6 @@ def attention_forward(
         kwargs["is_causal"] = is_causal
         return _continuous.attend(module, query, key, value, scaling, extend, params, kwargs), None
     _refuse(module, dropout, kwargs)
-    if isinstance(key, PagedRows) and isinstance(value, PagedRows):
-        return _over_pages(
-            module, query, key, value, attention_mask, scaling, softcap, s_aux, position_bias
-        ), None
     query, key, value = (_rows(tensor) for tensor in (query, key, value))
     kv_len = key.shape[2]
     if isinstance(attention_mask, LazyMask):

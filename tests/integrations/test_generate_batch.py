@@ -24,7 +24,7 @@ from tests.integrations.test_paged_cache import FAMILIES  # noqa: E402
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {}, "sampled": {"do_sample": True, "top_k": 20, "temperature": 0.9},
-    "penalised": {"repetition_penalty": 1.3},
+    "penalised": {"repetition_penalty": 1.3, "min_new_tokens": 5, "eos_token_id": [2, 3, 7, 9]},
 }  # fmt: skip
 NEW = 16
 
@@ -78,7 +78,7 @@ def test_tokens_equal_those_of_each_prompt_alone(models: tuple[Any, Any], option
             **OPTIONS[options],
         )  # fmt: skip
         assert [r.tokens for r in results] == wanted
-        assert all(r.finish == "length" and r.first_s > 0 for r in results)
+        assert all(r.finish and r.first_s > 0 for r in results)
         if pages == 22:
             assert sum(r.preempted for r in results) > 0
         cache.check()

@@ -221,11 +221,34 @@ def test_keys_in_pages_are_no_tensors(llama: tuple[Any, Any]) -> None:
     eager, _ = llama
     ids, _ = prompts()
     cache = PagedCache.for_model(eager, 400)
-    with pytest.raises(InputError, match=r"computes .* with its cached keys or values"):
+    with pytest.raises(InputError, match="keys or values, which lie in pages"):
         eager(ids, past_key_values=cache)
     key, _ = cache.rows(torch.zeros(3, 2, 4, 16), torch.zeros(3, 2, 4, 16), 0)
     assert key.shape == (3, 2, 4, 16) and key.dtype == torch.float32 and key.dim() == 4
     assert repr(key) == "PagedRows(layer=0)"
-    for use in (lambda: key + 1, lambda: key[0], lambda: torch.cat([key, key]), key.sum):
+    assert not hasattr(key, "unsqueeze")
+    for use in (lambda: key + 1, lambda: key[0], lambda: torch.cat([key, key]), lambda: key.sum()):
         with pytest.raises(InputError, match="lie in pages"):
             use()
+
+
+def test_tokens_from_the_prompt_are_tried_and_taken_back(llama: tuple[Any, Any]) -> None:
+    """Assisted generation crops what was not accepted."""
+    eager, ours = llama
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    options = {"max_new_tokens": 20, "prompt_lookup_num_tokens": 3, "use_cache": True}
+    cache = PagedCache.for_model(ours, 100, page_size=4)
+    got = ours.generate(ids, past_key_values=cache, do_sample=False, **options)
+    assert torch.equal(got, eager.generate(ids, do_sample=False, **options))
+    cache.pages.check()
+
+
+def test_a_compiled_model_breaks_its_graph_at_the_cache(llama: tuple[Any, Any]) -> None:
+    _, ours = llama
+    ids, mask = prompts()
+    wanted = ours(ids, attention_mask=mask, past_key_values=PagedCache.for_model(ours, 400)).logits
+    cache = PagedCache.for_model(ours, 400)
+    compiled = torch.compile(ours, backend="eager")
+    got = compiled(ids, attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()])
+    assert cache.length == 18
