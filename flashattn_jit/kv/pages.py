@@ -66,7 +66,7 @@ class Pages:
     def hold(self, pages: Ints) -> None:
         """One more table names these pages, each once; the null page is ignored."""
         pages = pages[pages != NULL]
-        self.num_used += int((self.refs[pages] == 0).sum())
+        self.num_used += self.count_unused(pages)
         self.refs[pages] += 1
 
     def release(self, pages: Ints) -> None:
@@ -106,6 +106,10 @@ class Pages:
         """[num_pages + 1]: pages that only the index holds."""
         found: NDArray[np.bool_] = (self.refs == 0) & (self.owner >= 0)
         return found
+
+    def count_unused(self, pages: Ints) -> int:
+        """How many of these pages no table names; the null page is ignored."""
+        return int((self.refs[pages[pages != NULL]] == 0).sum())
 
     def _give_back(self, pages: Ints) -> None:
         end = self.num_free + len(pages)

@@ -47,10 +47,8 @@ class Step:
         self._starts = [seq.tokens.length for seq, _ in self._items]
         self._paged: dict[int, Paged] = {}
         self._appends: dict[int, AppendPlan] = {}
+        self.is_open = False
         self._make_room()
-        for seq, _ in self._items:
-            seq.step = self
-        self.is_open = True
 
     def _make_room(self) -> None:
         """Give each table its pages: new ones behind its end, and a copy of a shared last one."""
@@ -74,6 +72,8 @@ class Step:
             grow.append(more)
             shared.append(written)
         needed = [sum(m) + len(w) for m, w in zip(grow, shared, strict=True)]
+        cache.make_room(needed)
+        cache.changing = "step()"
         taken = cache.take(needed)
         with cache.giving_back(taken):
             for group, (pages, new) in enumerate(zip(cache.pools, taken, strict=True)):
@@ -89,6 +89,10 @@ class Step:
                 if count:
                     seq.tables[group].extend(new[at : at + count])
                     at += count
+        self.is_open = True
+        for seq, _ in self._items:
+            seq.step = self
+        cache.changing = ""
 
     # --- what runs need ---------------------------------------------------------------------------
 
@@ -212,7 +216,9 @@ class Step:
                 self._publish(seq)
             # Once a page, when the first query that may come enters another one.
             if lookback is not None and (length - lookback) % size < count:
+                cache.changing = "commit()"
                 cache.reclaim(seq)
+                cache.changing = ""
         # Last, so that an interrupted commit can be aborted, when what it came to keeps its tokens,
         # or called again.
         self._end()
@@ -223,13 +229,16 @@ class Step:
         full = seq.tokens.length // size
         tables = [table.view[:full] for table in seq.tables]
         tokens = seq.tokens.view[: full * size]
+        cache.changing = "commit()"
         seq.place = cache.tree.publish(seq.namespace, seq.place, tokens, tables)
         cache.note_growth(seq)
+        cache.changing = ""
 
     def abort(self) -> None:
         """Give the pages of the new tokens back; the sequences are as before the step."""
         self._check("abort()")
         cache, size = self._cache, self._cache.spec.page_size
+        cache.changing = "abort()"
         self._end()
         for seq, _ in self._items:
             for group, (pages, table) in enumerate(zip(cache.pools, seq.tables, strict=True)):
@@ -237,14 +246,15 @@ class Step:
                 if count < table.length:
                     pages.release(table.view[count:])
                     table.truncate(count)
+        cache.changing = ""
 
     def _end(self) -> None:
-        self.is_open = False
+        self.is_open = False  # which ends it: `Sequence.in_step` asks here
         for seq, _ in self._items:
             seq.step = None
 
     def _check(self, what: str) -> None:
-        self._cache.check_thread()
+        self._cache.check_access()
         if not self.is_open:
             raise SequenceError(f"{what} of a step that was committed or aborted")
 
@@ -260,7 +270,7 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.is_open:
+        if self.is_open and not self._cache.changing:
             self.abort()
 
 
