@@ -136,8 +136,11 @@ class Spec:
         return sum(len(g.layers) for g in self.groups)
 
     def page_bytes(self, group: int) -> int:
-        """Bytes of one page of a group: keys and values of page_size tokens in all its layers."""
-        g = self.groups[group]
+        """Bytes of one page of a group: keys and values of page_size tokens in all its layers.
+
+        Raises InputError for a number that no group has.
+        """
+        g = self.groups[check_int("group", group, 0, len(self.groups) - 1)]
         return len(g.layers) * self.page_size * sum(g.row_elements) * self.dtype.itemsize
 
     @property
@@ -159,12 +162,14 @@ class Spec:
         """The spec of a decoder that a Hugging Face config describes.
 
         Layers of one kind and shape make one group: full causal, sliding window and chunked layers
-        as ``config.layer_types`` names them; without it all layers are of one kind.
+        as ``config.layer_types`` names them; without it all layers are of one kind, but the first
+        max_window_layers, where a config has that, see all keys, as in transformers' Qwen2.
 
         Args:
             config: a transformers config, or any object with its attributes: num_hidden_layers,
                 num_attention_heads, and where a model has them num_key_value_heads, head_dim,
-                hidden_size, layer_types, sliding_window, attention_chunk_size.
+                hidden_size, layer_types, sliding_window, use_sliding_window,
+                max_window_layers, attention_chunk_size.
             page_size, dtype: as for `Spec`.
 
         Raises:
@@ -213,7 +218,9 @@ def _kind(config: Any, layer: int) -> tuple[Any, ...]:
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if types is None:
+        full = getattr(config, "max_window_layers", None) or 0
         sliding = window is not None and getattr(config, "use_sliding_window", True)
+        sliding = sliding and layer >= check_int("max_window_layers", full, 0)
         kind = "sliding_attention" if sliding else "full_attention"
     elif layer >= len(types):
         raise InputError(f"layer_types has {len(types)} entries, but layer {layer} exists")
