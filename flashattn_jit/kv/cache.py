@@ -26,7 +26,7 @@ from .reclaim import MaskPages
 from .sequence import Saving, Sequence
 from .spec import Spec
 from .stats import Counters, GroupStats, Stats
-from .step import Step, read_tokens
+from .step import Step, Tokens, read_tokens
 from .tree import Node, PageTree
 
 _MAX_PRIORITY = 100
@@ -46,15 +46,16 @@ class Cache:
         device: of the pages.
         layout: "page": keys and values of all layers of a token's page lie side by side, so that
             copies of pages are long; "layer": each layer has tensors of its own.
-        eviction: which cached pages go first when room is needed, see `fa.kv.LRU`.
+        eviction: which cached pages go first when room is needed, see `fa.kv.LRU`. It may not call
+            the cache.
         lookback: how far `Sequence.trim` can go back from the longest kv_len that a sequence had:
             pages that a query at that length less lookback reads are kept.
         clock: seconds, for policies with ages.
 
-    A cache is used by one thread, the first that opens a sequence.
+    A cache is used by one thread, the first that calls `open`, `step` or `clear`.
 
     Raises:
-        InputError: an argument is out of range.
+        InputError: an argument is out of range, or the system has no memory for so many pages.
         ParamError: a group's mask reads a param that has no value.
 
     Source: Kwon et al. 2023, arXiv 2309.06180 (pages); Zheng et al. 2023, arXiv 2312.07104 (a
@@ -138,16 +139,14 @@ class Cache:
 
     # --- sequences --------------------------------------------------------------------------------
 
-    def open(
-        self, token_ids: Iterable[int], *, namespace: bytes = b"", priority: int = 0
-    ) -> Sequence:
+    def open(self, token_ids: Tokens, *, namespace: bytes = b"", priority: int = 0) -> Sequence:
         """A new sequence, with the longest prefix of `token_ids` that the cache has.
 
         Append the other tokens in steps: ``token_ids[seq.num_cached :]``. At least one token is
         left, so that the last one has an output.
 
         Args:
-            token_ids: 1-D ints: a tensor, an array or a sequence.
+            token_ids: 1-D ints: a cpu tensor, a numpy array or a sequence of ints.
             namespace: sequences share pages within a namespace alone: one for each tenant, adapter
                 or kind of input that the tokens do not tell apart.
             priority: 0 to 100, for policies such as `fa.kv.Priority`.
@@ -254,11 +253,11 @@ class Cache:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def step(self, items: Items[tuple[Sequence, Iterable[int]]]) -> Step:
+    def step(self, items: Iterable[tuple[Sequence, Tokens]]) -> Step:
         """Room for new tokens of some sequences, all of it or none.
 
         Args:
-            items: sequences with their new token ids (1-D ints), in the order of the batch. A
+            items: sequences with their new token ids, as for `open`, in the order of the batch. A
                 sequence appears once; it may have no new tokens. They are read now: buffers may be
                 used again.
 
@@ -380,16 +379,14 @@ class Cache:
 
         Returns:
             k_pages [num_pages + 1, page_size, num_kv_heads, head_dim] and v_pages, views.
+
+        Raises InputError for a number that no layer has.
         """
-        views = self._layers.get(layer)
-        if views is None:
-            raise InputError(f"layer={shown(layer)} is not one of {self.spec.num_layers} layers")
-        return views
+        return self._layers[check_int("layer", layer, 0, self.spec.num_layers - 1)]
 
     def group_of(self, layer: int) -> int:
-        """The number of the group that a layer belongs to."""
-        self.tensors(layer)
-        return self._group_of[layer]
+        """The number of the group that a layer belongs to. Raises as `tensors`."""
+        return self._group_of[check_int("layer", layer, 0, self.spec.num_layers - 1)]
 
     def check_group(self, group: int) -> int:
         """The number of a group. Raises InputError."""

@@ -43,7 +43,10 @@ class Sequence:
         self.namespace = namespace
         self.priority = priority
         self.num_cached = 0
-        """Tokens whose keys and values were in the cache when the sequence was opened."""
+        """Tokens whose keys and values were in the cache when the sequence was opened.
+
+        `trim` leaves it, so it may be larger than kv_len then; a fork has that of its sequence.
+        """
         num_groups = len(cache.spec.groups)
         self.tokens = IntBuffer(dtype=np.int64)
         self.tables = [IntBuffer() for _ in range(num_groups)]
@@ -76,8 +79,11 @@ class Sequence:
         return found
 
     def group_len(self, group: int) -> int:
-        """Keys that the table of a group counts: kv_len less those that compaction removed."""
-        return self.tokens.length - self.removed[group]
+        """Keys that the table of a group counts: kv_len less those that compaction removed.
+
+        Raises InputError for a number that no group has.
+        """
+        return self.tokens.length - self.removed[self.cache.check_group(group)]
 
     @property
     def is_suspended(self) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Items
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from .sequence import Sequence
 if TYPE_CHECKING:
     from .cache import Cache
 
+Tokens: TypeAlias = Items[int] | NDArray[Any] | torch.Tensor
+"""Token ids: a sequence of ints, or a 1-D numpy array or cpu tensor of them."""
+
 
 class Step:
     """New tokens of some sequences; `Cache.step` makes it.
@@ -35,7 +38,7 @@ class Step:
     q_indptr: int32 cpu tensor [sequences + 1], the new tokens of each. num_tokens: all of them.
     """
 
-    def __init__(self, cache: Cache, items: Items[tuple[Sequence, Iterable[int]]]) -> None:
+    def __init__(self, cache: Cache, items: Iterable[tuple[Sequence, Tokens]]) -> None:
         self._cache = cache
         self._items = _read_items(cache, items)
         counts = [len(tokens) for _, tokens in self._items]
@@ -141,7 +144,7 @@ class Step:
             parts = [part[n:] for part, n in zip(parts, skipped.tolist(), strict=True)]
         indptr = np.zeros(len(tables) + 1, np.int32)
         np.cumsum(counts, out=indptr[1:])
-        lengths = np.array([seq.group_len(group) for seq, _ in self._items], np.int64)
+        lengths = np.array([s.tokens.length - s.removed[group] for s, _ in self._items], np.int64)
         lengths += np.array(self._counts, np.int64)
         last = np.where(lengths, (lengths - 1) % size + 1, 0).astype(np.int32)
         indices = torch.from_numpy(np.concatenate([_NO_PAGES, *parts]))
@@ -242,7 +245,7 @@ class Step:
         self._end()
         for seq, _ in self._items:
             for group, (pages, table) in enumerate(zip(cache.pools, seq.tables, strict=True)):
-                count = -(-seq.group_len(group) // size)
+                count = -(-(seq.tokens.length - seq.removed[group]) // size)
                 if count < table.length:
                     pages.release(table.view[count:])
                     table.truncate(count)
@@ -278,7 +281,7 @@ _NO_PAGES = np.zeros(0, np.int32)
 
 
 def _read_items(
-    cache: Cache, items: Items[tuple[Sequence, Iterable[int]]]
+    cache: Cache, items: Iterable[tuple[Sequence, Tokens]]
 ) -> list[tuple[Sequence, Ints | list[int]]]:
     """Sequences and tokens, checked; nothing of the cache has changed."""
     if isinstance(items, str | torch.Tensor) or not isinstance(items, Iterable):
@@ -330,6 +333,8 @@ def read_tokens(name: str, tokens: Any) -> Ints:
         found = np.array(tokens)  # a copy: a step reads its tokens until the commit
     except (TypeError, ValueError) as error:
         raise InputError(f"{name} must be 1-D ints: {error}") from None
+    if isinstance(tokens, Iterator | Set):
+        raise InputError(f"{name} is no sequence but a {type(tokens).__name__}: pass list({name})")
     if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
         raise InputError(
             f"{name} must be 1-D ints, got {found.ndim}-D entries of dtype {found.dtype}"

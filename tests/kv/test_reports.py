@@ -128,10 +128,11 @@ def test_keys_of_the_policies() -> None:
     cost = fa.kv.RecomputeCost(half_life_s=10.0)
     assert cost(entry(recompute_ns=1e4)) < cost(entry(recompute_ns=2e4))
     assert cost(entry(recompute_ns=2e4, age_s=20.0)) < cost(entry(recompute_ns=1e4))
-    with pytest.raises(fa.InputError, match="retention_s"):
-        fa.kv.Priority(0.0)
-    with pytest.raises(fa.InputError, match="half_life_s"):
-        fa.kv.RecomputeCost(-1.0)
+    for wrong in (0.0, -1, "a", None, float("nan"), True, [1.0]):
+        with pytest.raises(fa.InputError, match="retention_s"):
+            fa.kv.Priority(wrong)  # type: ignore[arg-type]
+        with pytest.raises(fa.InputError, match="half_life_s"):
+            fa.kv.RecomputeCost(wrong)  # type: ignore[arg-type]
 
 
 def test_pages_far_behind_cost_more_to_compute_again() -> None:
