@@ -121,7 +121,9 @@ class Cache:
         clears it at its end: an exception that leaves it half done leaves its name.
         """
         self.counters = Counters(len(counts))
-        self.planners = [StepPlanner() for _ in counts]
+        self.planners = [
+            StepPlanner(g, mask) for g, mask in zip(spec.groups, self.masks, strict=True)
+        ]
         self.reclaiming = [g for g, mask in enumerate(self.masks) if mask.reclaims]
         """The groups whose masks give up pages."""
 

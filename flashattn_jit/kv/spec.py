@@ -33,9 +33,9 @@ class Group:
         num_kv_heads, head_dim: of a layer's keys; head_dim_v of its values, head_dim by default.
         num_q_heads: query heads, num_kv_heads by default. Masks that depend on the head need it.
         variant: the layers' variant. Its mask decides which pages can never be read again; without
-            one every key stays.
+            one every key stays. `Step.plan` takes no attention with another mask.
         mask_params: values of the params that the mask reads and that have no default. They hold
-            for all sequences and at any time.
+            for all sequences and at any time, and are the defaults of `Step.plan`.
         reclaim: what becomes of the pages that the mask can never read again. "holes": they leave
             the table, and the positions of the other keys stay as they are. "compact": the keys
             behind them move up, so that positions count the keys that are left, as in StreamingLLM

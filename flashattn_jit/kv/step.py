@@ -165,12 +165,19 @@ class Step:
             attention: a `BatchAttention`; or a `CascadeAttention`, which then reads keys that
                 sequences share once, where the planner expects that to be faster.
             group: the number of the group.
-            **mask_params: the variant's params that its mask reads.
+            **mask_params: the variant's params that its mask reads; by default those of the group,
+                where neither these nor the variant have a value.
 
         Returns:
             The plan, in force for the runs that follow.
 
-        Raises what `plan` of the attention raises, SequenceError after a commit or an abort.
+        Raises:
+            InputError: the attention has other heads or head dims than the group; or, where the
+                group's mask decides which pages are kept, another mask. Tensors of params are
+                compared when an attention is first planned with them.
+            SequenceError: after a commit or an abort.
+
+        Also raises what `plan` of the attention raises.
         """
         self._check("plan()")
         group = self._cache.check_group(group)
