@@ -26,7 +26,7 @@ from .reclaim import MaskPages
 from .sequence import Saving, Sequence
 from .spec import Spec
 from .stats import Counters, GroupStats, Stats
-from .step import Step, read_tokens
+from .step import Step, Tokens, read_tokens
 from .tree import Node, PageTree
 
 _MAX_PRIORITY = 100
@@ -46,15 +46,16 @@ class Cache:
         device: of the pages.
         layout: "page": keys and values of all layers of a token's page lie side by side, so that
             copies of pages are long; "layer": each layer has tensors of its own.
-        eviction: which cached pages go first when room is needed, see `fa.kv.LRU`.
+        eviction: which cached pages go first when room is needed, see `fa.kv.LRU`. It may not call
+            the cache.
         lookback: how far `Sequence.trim` can go back from the longest kv_len that a sequence had:
             pages that a query at that length less lookback reads are kept.
         clock: seconds, for policies with ages.
 
-    A cache is used by one thread, the first that opens a sequence.
+    A cache is used by one thread, the first that calls `open`, `step` or `clear`.
 
     Raises:
-        InputError: an argument is out of range.
+        InputError: an argument is out of range, or the system has no memory for so many pages.
         ParamError: a group's mask reads a param that has no value.
 
     Source: Kwon et al. 2023, arXiv 2309.06180 (pages); Zheng et al. 2023, arXiv 2312.07104 (a
@@ -115,8 +116,14 @@ class Cache:
         self._numbers = itertools.count()
         self._order = itertools.count(1)
         self._thread: int | None = None
+        self.changing = ""
+        """The change that is under way, "" for none. A change sets it when all checks are done, and
+        clears it at its end: an exception that leaves it half done leaves its name.
+        """
         self.counters = Counters(len(counts))
-        self.planners = [StepPlanner() for _ in counts]
+        self.planners = [
+            StepPlanner(g, mask) for g, mask in zip(spec.groups, self.masks, strict=True)
+        ]
         self.reclaiming = [g for g, mask in enumerate(self.masks) if mask.reclaims]
         """The groups whose masks give up pages."""
 
@@ -136,7 +143,7 @@ class Cache:
 
     def open(
         self,
-        token_ids: Iterable[int],
+        token_ids: Tokens,
         *,
         namespace: bytes = b"",
         priority: int = 0,
@@ -148,7 +155,7 @@ class Cache:
         left, so that the last one has an output.
 
         Args:
-            token_ids: 1-D ints: a tensor, an array or a sequence.
+            token_ids: 1-D ints: a cpu tensor, a numpy array or a sequence of ints.
             namespace: sequences share pages within a namespace alone: one for each tenant, adapter
                 or kind of input that the tokens do not tell apart.
             priority: 0 to 100, for policies such as `fa.kv.Priority`.
@@ -159,7 +166,7 @@ class Cache:
             InputError: tokens are no 1-D ints, or more than max_kv_len.
             SequenceError: another thread than the cache's calls.
         """
-        self.check_thread()
+        self.check_access()
         tokens = read_tokens("token_ids", token_ids)
         if not isinstance(namespace, bytes):
             raise InputError(f"namespace must be bytes, got {type(namespace).__name__}")
@@ -168,36 +175,39 @@ class Cache:
             raise InputError(
                 f"token_ids has {len(tokens)} tokens, but max_kv_len={self.max_kv_len}"
             )
-        if not publish:
-            seq = self.new_sequence(namespace, priority)
-            seq.publishes = False
-            return seq
         size = self.spec.page_size
-        path = self.tree.match(namespace, tokens)
+        path = self.tree.match(namespace, tokens) if publish else []
         there = [
             np.concatenate([n.pages[g].view[:count] for n, count in path] or [_NO_PAGES])
             for g in range(len(self.pools))
         ]
         most = max(0, len(tokens) - 1) // size
         count = self._longest(there, min(most, sum(n for _, n in path)))
+        self.changing = "open()"
         seq = self.new_sequence(namespace, priority)
-        self.counters.asked_tokens += len(tokens)
+        seq.publishes = publish
+        self.counters.asked_tokens += len(tokens) if publish else 0
         self.counters.hit_tokens += count * size
-        seq.num_cached = count * size
-        if not count:
-            return seq
-        seq.tokens.extend(tokens[: count * size])
-        for pool, mask, table, pages in zip(self.pools, self.masks, seq.tables, there, strict=True):
-            held = pages[:count]
+        if count:
+            self._share(seq, tokens[: count * size], [pages[:count] for pages in there])
+            node = next(n for n, c in path if n.start < count <= n.start + c)
+            seq.place = self.tree.place(node, count)
+            self.touch(seq, uses=1)
+            self.reclaim(seq)
+        self.changing = ""
+        return seq
+
+    def _share(self, seq: Sequence, tokens: Ints, there: Items[Ints]) -> None:
+        """Give a new sequence its prefix: tokens, and pages of each group that the index has."""
+        seq.num_cached = len(tokens)
+        seq.tokens.extend(tokens)
+        for pool, mask, table, held in zip(self.pools, self.masks, seq.tables, there, strict=True):
             if mask.reclaims:
-                held = np.where(mask.given_up(self._first_query(count * size), count), NULL, held)
+                held = np.where(
+                    mask.given_up(self._first_query(len(tokens)), len(held)), NULL, held
+                )
             table.extend(held)
             pool.hold(held)
-        node = next(n for n, c in path if n.start < count <= n.start + c)
-        seq.place = self.tree.place(node, count)
-        self.touch(seq, uses=1)
-        self.reclaim(seq)
-        return seq
 
     def _longest(self, there: Items[Ints], count: int) -> int:
         """The longest prefix, in pages, whose pages are there where a continuation reads them.
@@ -255,11 +265,11 @@ class Cache:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def step(self, items: Items[tuple[Sequence, Iterable[int]]]) -> Step:
+    def step(self, items: Iterable[tuple[Sequence, Tokens]]) -> Step:
         """Room for new tokens of some sequences, all of it or none.
 
         Args:
-            items: sequences with their new token ids (1-D ints), in the order of the batch. A
+            items: sequences with their new token ids, as for `open`, in the order of the batch. A
                 sequence appears once; it may have no new tokens. They are read now: buffers may be
                 used again.
 
@@ -273,35 +283,42 @@ class Cache:
             SequenceError: a sequence is closed, suspended, of another cache, named twice or in
                 another open step.
         """
-        self.check_thread()
+        self.check_access()
         return Step(self, items)
 
-    def take(self, needed: Items[int]) -> list[NDArray[np.int32]]:
-        """Pages of each group, after evicting as many as that needs. Raises OutOfPages."""
-        for group, (pages, count) in enumerate(zip(self.pools, needed, strict=True)):
-            if count > pages.num_free + pages.num_evictable:
+    def make_room(self, needed: Items[int], kept: Items[Ints] | None = None) -> None:
+        """Evict what it takes until each group has so many free pages.
+
+        kept: evictable pages of each group that stay. Raises OutOfPages, InputError for a policy
+        whose keys do not compare, and what the policy raises; nothing has changed then.
+        """
+        short = [max(0, n - p.num_free) for n, p in zip(needed, self.pools, strict=True)]
+        if not any(short):
+            return
+        for group, pages in enumerate(self.pools):
+            evictable = pages.num_evictable
+            if kept is not None:
+                evictable -= pages.count_unused(kept[group])
+            if short[group] > evictable:
+                count, free = needed[group], pages.num_free
                 raise OutOfPages(
-                    f"group {group} needs {count} more pages, but has {pages.num_free} free and "
-                    f"{pages.num_evictable} evictable of {pages.num_pages}: close() or suspend() "
-                    "sequences, or make the cache with more num_pages",
-                    needed=count, free=pages.num_free, evictable=pages.num_evictable, group=group,
+                    f"group {group} needs {count} more pages, but has {free} free and {evictable} "
+                    f"evictable of {pages.num_pages}: close() or suspend() sequences, or make the "
+                    "cache with more num_pages",
+                    needed=count, free=free, evictable=evictable, group=group,
                 )  # fmt: skip
-        for group, (pages, count) in enumerate(zip(self.pools, needed, strict=True)):
-            if count > pages.num_free:
-                self._evict(group, count - pages.num_free)
-        return [pages.take(count) for pages, count in zip(self.pools, needed, strict=True)]
-
-    @contextmanager
-    def giving_back(self, taken: Items[Ints]) -> Iterator[None]:
-        """Pages of each group are released if the block fails."""
+        self.changing = "asking its eviction policy"
         try:
-            yield
-        except BaseException:
-            for pages, own in zip(self.pools, taken, strict=True):
-                pages.release(own)
-            raise
+            chosen = [
+                self.tree.choose(g, n, self._key(g), kept[g] if kept else None) if n else []
+                for g, n in enumerate(short)
+            ]
+        finally:
+            self.changing = ""
+        self._drop(chosen)
 
-    def _evict(self, group: int, count: int) -> None:
+    def _key(self, group: int) -> Callable[[Node], Any]:
+        """The policy's key of a node."""
         spec, now = self.spec.groups[group], self._clock()
         num_bytes, size = self.spec.page_bytes(group), self.spec.page_size
 
@@ -313,12 +330,30 @@ class Cache:
             )  # fmt: skip
             return self._eviction(entry)
 
-        pages = self.pools[group]
-        before = pages.num_evictable
+        return key
+
+    def _drop(self, chosen: Items[Items[tuple[Node, Ints]]]) -> None:
+        """Evict pages of each group."""
+        self.changing = "an eviction"
+        for group, nodes in enumerate(chosen):
+            self.tree.drop(group, nodes)
+            self.counters.evicted_pages[group] += sum(len(at) for _, at in nodes)
+        self.changing = ""
+
+    def take(self, needed: Items[int]) -> list[NDArray[np.int32]]:
+        """Free pages of each group."""
+        return [pages.take(count) for pages, count in zip(self.pools, needed, strict=True)]
+
+    @contextmanager
+    def giving_back(self, taken: Items[Ints]) -> Iterator[None]:
+        """Pages of each group are released, and the change is undone, if the block fails."""
         try:
-            self.tree.evict(group, count, key)
-        finally:  # a policy may fail when pages have gone
-            self.counters.evicted_pages[group] += before - pages.num_evictable
+            yield
+        except BaseException:
+            for pages, own in zip(self.pools, taken, strict=True):
+                pages.release(own)
+            self.changing = ""
+            raise
 
     def reclaim(self, seq: Sequence) -> None:
         """Release the pages that no later query of the sequence reads, by the groups' masks."""
@@ -356,16 +391,14 @@ class Cache:
 
         Returns:
             k_pages [num_pages + 1, page_size, num_kv_heads, head_dim] and v_pages, views.
+
+        Raises InputError for a number that no layer has.
         """
-        views = self._layers.get(layer)
-        if views is None:
-            raise InputError(f"layer={shown(layer)} is not one of {self.spec.num_layers} layers")
-        return views
+        return self._layers[check_int("layer", layer, 0, self.spec.num_layers - 1)]
 
     def group_of(self, layer: int) -> int:
-        """The number of the group that a layer belongs to."""
-        self.tensors(layer)
-        return self._group_of[layer]
+        """The number of the group that a layer belongs to. Raises as `tensors`."""
+        return self._group_of[check_int("layer", layer, 0, self.spec.num_layers - 1)]
 
     def check_group(self, group: int) -> int:
         """The number of a group. Raises InputError."""
@@ -373,10 +406,13 @@ class Cache:
 
     def clear(self) -> None:
         """Forget all cached prefixes that no open sequence uses."""
-        self.check_thread()
-        for group, pages in enumerate(self.pools):
-            if pages.num_evictable:
-                self._evict(group, pages.num_evictable)
+        self.check_access()
+        self._drop(
+            [
+                self.tree.choose(group, pages.num_evictable, lambda node: 0)
+                for group, pages in enumerate(self.pools)
+            ]
+        )
 
     def count_saved(self, saved: Items[Saving], sign: int, moved: Items[int] = ()) -> None:
         """Contents of a suspended sequence came to the host (1), or left it (-1).
@@ -415,8 +451,17 @@ class Cache:
 
         check_cache(self)
 
-    def check_thread(self) -> None:
-        """Raises SequenceError in another thread than the cache's first."""
+    def check_access(self) -> None:
+        """Raises SequenceError in another thread than the cache's first, and in the middle of a
+        change.
+        """
+        if self.changing:
+            raise SequenceError(
+                f"the cache is in the middle of {self.changing}. If an exception such as "
+                "KeyboardInterrupt left it there, its pages may contradict each other: make a new "
+                "fa.kv.Cache. Else an eviction policy, a clock, a signal handler or a finalizer "
+                "called it, which they must not"
+            )
         own = threading.get_ident()
         if self._thread is None:
             self._thread = own

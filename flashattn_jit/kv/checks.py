@@ -41,7 +41,7 @@ def _check_pages(cache: Cache, group: int, pages: Pages) -> None:
         assert len(np.unique(held)) == len(held), f"{where}{seq} names a page twice"
         refs[held] += 1
         assert seq.removed[group] % size == 0
-        if seq.step is None:
+        if not seq.in_step:
             least = -(-seq.group_len(group) // size)
             assert len(table) == least, f"{where}{seq} has {len(table)} pages, needs {least}"
     assert (refs == pages.refs).all(), f"{where}refs differ from the tables"

@@ -1,4 +1,9 @@
-"""What it takes to compute a page of keys and values again, for eviction by cost."""
+"""What it takes to compute a page of keys and values again, for eviction by cost.
+
+The planner's costs (`planner/tiles.py`) are those of an attention kernel, traced and chosen, on one
+machine, and know nothing of the linear layers, which are most of the work up to six times the
+model's width in keys; so multiply-adds of both are counted here.
+"""
 
 from __future__ import annotations
 

@@ -7,8 +7,10 @@ their tables changes before its end (`Sequence.version`), tables only grow behin
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError
@@ -17,6 +19,10 @@ from ..ops.batch_base import BatchBase
 from ..ops.cascade import CascadeAttention, cascade_levels
 from ..ops.keys.level_pages import CascadeLevel
 from ..ops.plan import Plan
+from ..torch_modes import on_host
+from ..variants.params import Dims, declared_params
+from .reclaim import MaskPages
+from .spec import Group
 
 if TYPE_CHECKING:
     from .step import Step
@@ -33,10 +39,19 @@ class Shared(NamedTuple):
     counts: NDArray[Any]
 
 
+class Known(NamedTuple):
+    """The params that an attention was planned with: given ones, and with the group's."""
+
+    given: dict[str, Any]
+    mask_params: dict[str, Any]
+
+
 class StepPlanner:
     """Plans the steps of one group, and remembers what the same sequences share."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group, mask: MaskPages) -> None:
+        self._group, self._mask = group, mask
+        self._known: WeakKeyDictionary[BatchBase, Known] = WeakKeyDictionary()
         self._shared: Shared | None = None
         self._decided: tuple[object, ...] = ()
         self._num_keys = 0
@@ -59,14 +74,15 @@ class StepPlanner:
         self, step: Step, attention: BatchBase, group: int, mask_params: dict[str, Any]
     ) -> Plan:
         """See `Step.plan`."""
-        paged = step.paged(group)
-        if isinstance(attention, BatchAttention):
-            return attention.plan(step.q_indptr, paged, **mask_params)
-        if not isinstance(attention, CascadeAttention):
+        if not isinstance(attention, BatchAttention | CascadeAttention):
             raise InputError(
                 "attention must be an fa.BatchAttention or an fa.CascadeAttention, got "
                 f"{type(attention).__name__}"
             )
+        mask_params = self._params(step, attention, group, mask_params)
+        paged = step.paged(group)
+        if isinstance(attention, BatchAttention):
+            return attention.plan(step.q_indptr, paged, **mask_params)
         flat = [CascadeLevel(step.q_indptr, paged)]
         decided = (attention.number, _members(step))
         num_keys = int(paged.page_indptr[-1])
@@ -84,6 +100,59 @@ class StepPlanner:
                 plan = attention.plan(flat, **mask_params)
         self._decided, self._num_keys, self._cascades = decided, num_keys, cascades
         return plan
+
+    @on_host
+    def _params(
+        self, step: Step, attention: BatchBase, group: int, given: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The params of the mask, with those of the group as defaults.
+
+        Raises InputError for an attention that is not for the group's layers; an attention with the
+        same params is looked at once.
+        """
+        known = self._known.get(attention)
+        if known is not None and _same_values(known.given, given):
+            return known.mask_params
+        own, found = self._group, attention.options
+        names = ["num_kv_heads", "head_dim", "head_dim_v"]
+        for name in [*names, "num_q_heads"] if self._mask.reads_head else names:
+            if getattr(own, name) != getattr(found, name):
+                raise InputError(
+                    f"attention has {name}={getattr(found, name)}, but group {group} has "
+                    f"{getattr(own, name)}: plan each group with an attention for its layers"
+                )
+        unset = {
+            d.name
+            for d in declared_params(attention.variant)
+            if d.param.name not in d.owner.__dict__
+        }
+        defaults = {
+            name: value.to(found.device) if isinstance(value, torch.Tensor) else value
+            for name, value in own.mask_params.items()
+            if name in unset
+        }
+        mask_params = {**defaults, **given}
+        counts = step.counts()
+        dims = Dims(
+            len(counts), found.num_q_heads, found.num_kv_heads,
+            max((n for _, n in counts), default=0),
+            max((seq.group_len(group) + n for seq, n in counts), default=0),
+            found.head_dim, found.head_dim_v, found.device,
+        )  # fmt: skip
+        if not self._mask.is_that_of(attention.variant, dims, mask_params):
+            assert own.variant is not None
+            raise InputError(
+                f"the mask of attention ({attention.variant.name}) or a param of it is not that of "
+                f"group {group} ({own.variant.name}), which decides what pages are kept: give "
+                'fa.kv.Group the variant of its layers, with mask_params, or reclaim="never"'
+            )
+        self._known[attention] = Known(given, mask_params)
+        return mask_params
+
+
+def _same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two mappings hold the same objects."""
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
 
 
 def _members(step: Step) -> tuple[object, ...]:

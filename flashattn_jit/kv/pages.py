@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..errors import InputError
 from .int_buffer import Ints
 from .spec import Group
 
@@ -39,12 +40,19 @@ class Pages:
         device: torch.device, layout: Layout,
     ) -> None:  # fmt: skip
         self.num_pages = num_pages
-        self.refs: NDArray[np.int32] = np.zeros(num_pages + 1, np.int32)
-        self.owner: NDArray[np.int32] = np.full(num_pages + 1, -1, np.int32)
-        self._free: NDArray[np.int32] = np.arange(num_pages, 0, -1, dtype=np.int32)
+        try:
+            self._make_memory(group, page_size, dtype, device, layout)
+            self.refs: NDArray[np.int32] = np.zeros(num_pages + 1, np.int32)
+            self.owner: NDArray[np.int32] = np.full(num_pages + 1, -1, np.int32)
+            self._free: NDArray[np.int32] = np.arange(num_pages, 0, -1, dtype=np.int32)
+        except (OSError, MemoryError, OverflowError, RuntimeError, ValueError) as error:
+            num_bytes = len(group.layers) * page_size * sum(group.row_elements) * dtype.itemsize
+            raise InputError(
+                f"num_pages={num_pages} of {num_bytes} bytes each, for {len(group.layers)} layers, "
+                f"cannot be allocated on {device}: pass fewer ({error})"
+            ) from error
         self.num_free = num_pages
         self.num_used = 0
-        self._make_memory(group, page_size, dtype, device, layout)
 
     @property
     def num_evictable(self) -> int:
@@ -66,7 +74,7 @@ class Pages:
     def hold(self, pages: Ints) -> None:
         """One more table names these pages, each once; the null page is ignored."""
         pages = pages[pages != NULL]
-        self.num_used += int((self.refs[pages] == 0).sum())
+        self.num_used += self.count_unused(pages)
         self.refs[pages] += 1
 
     def release(self, pages: Ints) -> None:
@@ -106,6 +114,10 @@ class Pages:
         """[num_pages + 1]: pages that only the index holds."""
         found: NDArray[np.bool_] = (self.refs == 0) & (self.owner >= 0)
         return found
+
+    def count_unused(self, pages: Ints) -> int:
+        """How many of these pages no table names; the null page is ignored."""
+        return int((self.refs[pages[pages != NULL]] == 0).sum())
 
     def _give_back(self, pages: Ints) -> None:
         end = self.num_free + len(pages)

@@ -2,7 +2,8 @@
 
 A policy is a function from an `Entry` to a key; the entry with the least key loses its last pages
 first. An entry is a run of pages in the prefix index. Entries whose continuation could go instead
-are not asked, so that a prefix outlives what follows it, whatever the keys.
+are not asked, so that a prefix outlives what follows it, whatever the keys. Keys must compare with
+each other; what a policy raises leaves the pages as they were. It may not call the cache.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
+from ..ops.arguments.checks import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,11 @@ class Entry:
 
 
 Policy = Callable[[Entry], Any]
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise InputError(f"{name}={shown(value)} must be a positive number of seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +72,7 @@ class Priority:
     retention_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if not self.retention_s > 0:
-            raise InputError(f"retention_s={self.retention_s} must be positive, in seconds")
+        _check_seconds("retention_s", self.retention_s)
 
     def __call__(self, entry: Entry) -> tuple[float, int]:
         """The priority that is left."""
@@ -85,8 +91,7 @@ class RecomputeCost:
     half_life_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if not self.half_life_s > 0:
-            raise InputError(f"half_life_s={self.half_life_s} must be positive, in seconds")
+        _check_seconds("half_life_s", self.half_life_s)
 
     def __call__(self, entry: Entry) -> tuple[float, int]:
         """Nanoseconds a byte, halved once each half-life."""

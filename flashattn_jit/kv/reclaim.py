@@ -8,6 +8,9 @@ library's masks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,6 +20,7 @@ from ..ops.arguments.checks import INT32_MAX, check_int
 from ..ops.planning.batch_params import bind_plan
 from ..variants.interval.simplify import simplify
 from ..variants.interval.tile_runs import MaskParams, form_and_arguments
+from ..variants.ir.ir import Graph, remap_slots, slot_order
 from ..variants.params import Dims
 from ..variants.variant import Variant, as_variant
 from .spec import Group
@@ -24,17 +28,55 @@ from .spec import Group
 Bools = NDArray[np.bool_]
 
 
+class Mask(NamedTuple):
+    """A mask, and the values that it reads. No graph: C++ text, or every key is kept."""
+
+    graph: Graph | None
+    text: str | None
+    tensors: tuple[torch.Tensor, ...]
+    scalars: tuple[float, ...]
+
+    def is_like(self, other: Mask) -> bool:
+        """Whether both have one interval form over equal values, so that one judges for both."""
+        if self.graph is None or other.graph is None:
+            return self[:2] == other[:2]
+        return (
+            simplify(self.graph) == simplify(other.graph)
+            and self.scalars == other.scalars
+            and len(self.tensors) == len(other.tensors)
+            and all(
+                a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+                for a, b in zip(self.tensors, other.tensors, strict=True)
+            )
+        )
+
+
+def _mask_of(variant: Variant, dims: Dims, given: Mapping[str, object]) -> Mask:
+    """The mask of a variant, whatever its other hooks read."""
+    bound = bind_plan(variant, dims, given, {})
+    graph = bound.ir.hook("mask_mod")
+    if graph is None:
+        return Mask(None, bound.ir.cpp_hook("mask_mod"), (), ())
+    tensors, scalars = slot_order([graph])
+    return Mask(
+        remap_slots(graph, tensors, scalars), None, tuple(bound.tensors[i] for i in tensors),
+        tuple(bound.scalars[i] for i in scalars),
+    )  # fmt: skip
+
+
 class MaskPages:
     """The pages of a group's keys that its mask can still read.
 
-    reclaims: whether the mask gives up any page at all, for queries below `max_kv_len`.
+    reclaims: whether the mask gives up any page at all, for queries below `max_kv_len`. reads_head:
+    whether the mask depends on the head.
     """
 
     def __init__(self, group: Group, page_size: int, max_kv_len: int) -> None:
         """Raises InputError or ParamError if the mask cannot be judged for all sequences."""
         self._page_size, self._max_kv_len = page_size, max_kv_len
         self._form = None
-        self.reclaims = False
+        self._mask: Mask | None = None
+        self.reclaims = self.reads_head = False
         variant = group.variant
         if variant is None or group.reclaim == "never":
             return
@@ -44,26 +86,33 @@ class MaskPages:
             1, heads, group.num_kv_heads, 1, max_kv_len, group.head_dim, dim_v, torch.device("cpu")
         )
         try:
-            bound = bind_plan(variant, dims, group.mask_params, {})
+            self._mask = mask = _mask_of(variant, dims, group.mask_params)
         except ParamError as error:
             raise ParamError(
                 f"the mask of {variant.name} decides which pages stay, for all sequences: give "
                 f'its params as mask_params of the fa.kv.Group, or reclaim="never" ({error})'
             ) from error
-        mask = bound.ir.hook("mask_mod")
-        if mask is None:  # none, or C++ text, which is not analysed: every page stays
+        if mask.graph is None:  # none, or C++ text, which is not analysed: every page stays
             return
-        uses = simplify(mask).uses
-        if uses("b") and mask.tensor_slots():
+        uses = simplify(mask.graph).uses
+        if uses("b") and mask.tensors:
             raise InputError(
                 f"the mask of {variant.name} reads tensors at the request b, and a sequence is "
                 'another request in each step; pass reclaim="never" for this fa.kv.Group'
             )
-        params = MaskParams(bound.tensors, bound.scalars)
-        self._form, self._arguments, self._held = form_and_arguments(mask, params)
-        self._h = [(h, h) for h in range(heads)] if uses("h") else [(0, heads - 1)]
+        params = MaskParams(mask.tensors, mask.scalars)
+        self._form, self._arguments, self._held = form_and_arguments(mask.graph, params)
+        self.reads_head = uses("h")
+        self._h = [(h, h) for h in range(heads)] if self.reads_head else [(0, heads - 1)]
         # Deadness is monotone: pages that die for any q_from are dead for the last one.
         self.reclaims = bool(self.dead(max_kv_len - 1, max_kv_len).any())
+
+    def is_that_of(self, variant: Variant, dims: Dims, mask_params: Mapping[str, object]) -> bool:
+        """Whether a variant has the mask, or nothing is given up by the group's choice.
+
+        Raises ParamError as `plan` of an attention.
+        """
+        return self._mask is None or self._mask.is_like(_mask_of(variant, dims, mask_params))
 
     def dead(self, q_from: int, kv_len: int) -> Bools:
         """[pages] of the keys below kv_len, rounded up: True where no query from q_from on reads.

@@ -43,7 +43,10 @@ class Sequence:
         self.namespace = namespace
         self.priority = priority
         self.num_cached = 0
-        """Tokens whose keys and values were in the cache when the sequence was opened."""
+        """Tokens whose keys and values were in the cache when the sequence was opened.
+
+        `trim` leaves it, so it may be larger than kv_len then; a fork has that of its sequence.
+        """
         num_groups = len(cache.spec.groups)
         self.tokens = IntBuffer(dtype=np.int64)
         self.tables = [IntBuffer() for _ in range(num_groups)]
@@ -76,13 +79,21 @@ class Sequence:
         return found
 
     def group_len(self, group: int) -> int:
-        """Keys that the table of a group counts: kv_len less those that compaction removed."""
-        return self.tokens.length - self.removed[group]
+        """Keys that the table of a group counts: kv_len less those that compaction removed.
+
+        Raises InputError for a number that no group has.
+        """
+        return self.tokens.length - self.removed[self.cache.check_group(group)]
 
     @property
     def is_suspended(self) -> bool:
         """Whether its pages are in host memory."""
         return self.saved is not None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether it is in an open step."""
+        return self.step is not None and self.step.is_open
 
     # --- what can be done with it -----------------------------------------------------------------
 
@@ -94,6 +105,7 @@ class Sequence:
         Raises SequenceError if the sequence is closed, suspended or in an open step.
         """
         self._check("fork()")
+        self.cache.changing = "fork()"
         child = self.cache.new_sequence(self.namespace, self.priority)
         child.num_cached = self.num_cached
         child.tokens = self.tokens.copy()
@@ -102,6 +114,7 @@ class Sequence:
             child.tables[group] = table.copy()
         child.removed, child.least_len = list(self.removed), list(self.least_len)
         child.place, child.publishes = self.place, self.publishes
+        self.cache.changing = ""
         return child
 
     def trim(self, kv_len: int) -> None:
@@ -114,6 +127,7 @@ class Sequence:
         """
         kv_len = self.check_trim(kv_len)
         size = self.cache.spec.page_size
+        self.cache.changing = "trim()"
         self.version += 1
         self.tokens.truncate(kv_len)
         for group, (pages, table) in enumerate(zip(self.cache.pools, self.tables, strict=True)):
@@ -126,6 +140,7 @@ class Sequence:
             # Behind a page in the middle of a path, whose digest is not at hand: the tree looks
             # from its root on when the next page is full.
             self.place = self.cache.tree.place(self.cache.tree.root(self.namespace), 0)
+        self.cache.changing = ""
 
     def check_trim(self, kv_len: int) -> int:
         """kv_len as an int. Raises what ``trim(kv_len)`` raises, and changes nothing."""
@@ -162,9 +177,11 @@ class Sequence:
         for pages, table in zip(cache.pools, self.tables, strict=True):
             entries = np.flatnonzero(table.view)
             saved.append(Saving(entries, save_pages(pages.memory, table.view[entries])))
+        cache.changing = "suspend()"
         self.saved = saved
         cache.count_saved(saved, 1, [len(x.entries) for x in saved])
         self._release()
+        cache.changing = ""
 
     def resume(self) -> None:
         """Bring a suspended sequence back: pages that the prefix index still has are shared again,
@@ -186,27 +203,28 @@ class Sequence:
             there[np.setdiff1d(np.arange(table.length), entries)] = NULL
             shared.append(there)
             needed.append(len(entries) - int((there != NULL).sum()))
+        cache.make_room(needed, shared)
+        missing = [
+            np.flatnonzero(there[saving.entries] == NULL)
+            for there, saving in zip(shared, self.saved, strict=True)
+        ]
+        cache.changing = "resume()"
         for pages, there in zip(cache.pools, shared, strict=True):
             pages.hold(there)
-        with cache.giving_back(shared):
-            taken = cache.take(needed)
-            with cache.giving_back(taken):
-                missing = [
-                    np.flatnonzero(there[saving.entries] == NULL)
-                    for there, saving in zip(shared, self.saved, strict=True)
-                ]
-                for pages, saving, rows, new in zip(
-                    cache.pools, self.saved, missing, taken, strict=True
-                ):
-                    load_pages(pages.memory, new, saving.contents, rows)
-        for table, saving, there, rows, new in zip(
-            self.tables, self.saved, shared, missing, taken, strict=True
-        ):
+        taken = cache.take(needed)
+        for there, saving, rows, new in zip(shared, self.saved, missing, taken, strict=True):
             there[saving.entries[rows]] = new
-            table.view[:] = there
+        with cache.giving_back(shared):
+            for pages, saving, rows, new in zip(
+                cache.pools, self.saved, missing, taken, strict=True
+            ):
+                load_pages(pages.memory, new, saving.contents, rows)
+        for table, own in zip(self.tables, shared, strict=True):
+            table.view[:] = own
         cache.count_saved(self.saved, -1, needed)
         self.saved = None
         self.version += 1
+        cache.changing = ""
 
     def close(self) -> None:
         """Release its pages. Full ones stay in the prefix index until their room is needed.
@@ -214,6 +232,7 @@ class Sequence:
         Raises SequenceError if it is closed already or in an open step.
         """
         self._check("close()", suspended=None)
+        self.cache.changing = "close()"
         if self.saved is not None:
             self.cache.count_saved(self.saved, -1)
             self.saved = None
@@ -221,6 +240,7 @@ class Sequence:
             self._release()
         self.closed = True
         self.cache.forget(self)
+        self.cache.changing = ""
 
     def _release(self) -> None:
         self.cache.touch(self)
@@ -231,10 +251,10 @@ class Sequence:
 
     def _check(self, what: str, suspended: bool | None = False) -> None:
         """Raises SequenceError unless the sequence is open, and suspended or not as wanted."""
-        self.cache.check_thread()
+        self.cache.check_access()
         if self.closed:
             raise SequenceError(f"{what} of sequence {self.number}, which is closed")
-        if self.step is not None:
+        if self.in_step:
             raise SequenceError(
                 f"{what} of sequence {self.number}, which is in an open step: commit() or abort() "
                 "the step first"
@@ -256,9 +276,9 @@ class Sequence:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.closed:
+        if self.closed or self.cache.changing:
             return
-        if self.step is not None:
+        if self.step is not None and self.step.is_open:
             self.step.abort()
         self.close()
 

@@ -34,9 +34,9 @@ class Group:
         num_kv_heads, head_dim: of a layer's keys; head_dim_v of its values, head_dim by default.
         num_q_heads: query heads, num_kv_heads by default. Masks that depend on the head need it.
         variant: the layers' variant. Its mask decides which pages can never be read again; without
-            one every key stays.
+            one every key stays. `Step.plan` takes no attention with another mask.
         mask_params: values of the params that the mask reads and that have no default. They hold
-            for all sequences and at any time.
+            for all sequences and at any time, and are the defaults of `Step.plan`.
         reclaim: what becomes of the pages that the mask can never read again. "holes": they leave
             the table, and the positions of the other keys stay as they are. "compact": the keys
             behind them move up, so that positions count the keys that are left, as in StreamingLLM
@@ -148,8 +148,11 @@ class Spec:
         return sum(len(g.layers) for g in self.groups)
 
     def page_bytes(self, group: int) -> int:
-        """Bytes of one page of a group: keys and values of page_size tokens in all its layers."""
-        g = self.groups[group]
+        """Bytes of one page of a group: keys and values of page_size tokens in all its layers.
+
+        Raises InputError for a number that no group has.
+        """
+        g = self.groups[check_int("group", group, 0, len(self.groups) - 1)]
         return len(g.layers) * self.page_size * sum(g.row_elements) * self.dtype.itemsize
 
     @property
@@ -173,12 +176,14 @@ class Spec:
         """The spec of a decoder that a Hugging Face config describes.
 
         Layers of one kind and shape make one group: full causal, sliding window and chunked layers
-        as ``config.layer_types`` names them; without it all layers are of one kind.
+        as ``config.layer_types`` names them; without it all layers are of one kind, but the first
+        max_window_layers, where a config has that, see all keys, as in transformers' Qwen2.
 
         Args:
             config: a transformers config, or any object with its attributes: num_hidden_layers,
                 num_attention_heads, and where a model has them num_key_value_heads, head_dim,
-                hidden_size, layer_types, sliding_window, attention_chunk_size.
+                hidden_size, layer_types, sliding_window, use_sliding_window,
+                max_window_layers, attention_chunk_size.
             page_size, dtype: as for `Spec`.
 
         Raises:
@@ -227,7 +232,9 @@ def _kind(config: Any, layer: int) -> tuple[Any, ...]:
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if types is None:
+        full = getattr(config, "max_window_layers", None) or 0
         sliding = window is not None and getattr(config, "use_sliding_window", True)
+        sliding = sliding and layer >= check_int("max_window_layers", full, 0)
         kind = "sliding_attention" if sliding else "full_attention"
     elif layer >= len(types):
         raise InputError(f"layer_types has {len(types)} entries, but layer {layer} exists")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Items
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from .sequence import Sequence
 if TYPE_CHECKING:
     from .cache import Cache
 
+Tokens: TypeAlias = Items[int] | NDArray[Any] | torch.Tensor
+"""Token ids: a sequence of ints, or a 1-D numpy array or cpu tensor of them."""
+
 
 class Step:
     """New tokens of some sequences; `Cache.step` makes it.
@@ -35,7 +38,7 @@ class Step:
     q_indptr: int32 cpu tensor [sequences + 1], the new tokens of each. num_tokens: all of them.
     """
 
-    def __init__(self, cache: Cache, items: Items[tuple[Sequence, Iterable[int]]]) -> None:
+    def __init__(self, cache: Cache, items: Iterable[tuple[Sequence, Tokens]]) -> None:
         self._cache = cache
         self._items = _read_items(cache, items)
         counts = [len(tokens) for _, tokens in self._items]
@@ -47,10 +50,8 @@ class Step:
         self._starts = [seq.tokens.length for seq, _ in self._items]
         self._paged: dict[int, Paged] = {}
         self._appends: dict[int, AppendPlan] = {}
+        self.is_open = False
         self._make_room()
-        for seq, _ in self._items:
-            seq.step = self
-        self.is_open = True
 
     def _make_room(self) -> None:
         """Give each table its pages: new ones behind its end, and a copy of a shared last one."""
@@ -74,6 +75,8 @@ class Step:
             grow.append(more)
             shared.append(written)
         needed = [sum(m) + len(w) for m, w in zip(grow, shared, strict=True)]
+        cache.make_room(needed)
+        cache.changing = "step()"
         taken = cache.take(needed)
         with cache.giving_back(taken):
             for group, (pages, new) in enumerate(zip(cache.pools, taken, strict=True)):
@@ -89,6 +92,10 @@ class Step:
                 if count:
                     seq.tables[group].extend(new[at : at + count])
                     at += count
+        self.is_open = True
+        for seq, _ in self._items:
+            seq.step = self
+        cache.changing = ""
 
     # --- what runs need ---------------------------------------------------------------------------
 
@@ -137,7 +144,7 @@ class Step:
             parts = [part[n:] for part, n in zip(parts, skipped.tolist(), strict=True)]
         indptr = np.zeros(len(tables) + 1, np.int32)
         np.cumsum(counts, out=indptr[1:])
-        lengths = np.array([seq.group_len(group) for seq, _ in self._items], np.int64)
+        lengths = np.array([s.tokens.length - s.removed[group] for s, _ in self._items], np.int64)
         lengths += np.array(self._counts, np.int64)
         last = np.where(lengths, (lengths - 1) % size + 1, 0).astype(np.int32)
         indices = torch.from_numpy(np.concatenate([_NO_PAGES, *parts]))
@@ -158,12 +165,19 @@ class Step:
             attention: a `BatchAttention`; or a `CascadeAttention`, which then reads keys that
                 sequences share once, where the planner expects that to be faster.
             group: the number of the group.
-            **mask_params: the variant's params that its mask reads.
+            **mask_params: the variant's params that its mask reads; by default those of the group,
+                where neither these nor the variant have a value.
 
         Returns:
             The plan, in force for the runs that follow.
 
-        Raises what `plan` of the attention raises, SequenceError after a commit or an abort.
+        Raises:
+            InputError: the attention has other heads or head dims than the group; or, where the
+                group's mask decides which pages are kept, another mask. Tensors of params are
+                compared when an attention is first planned with them.
+            SequenceError: after a commit or an abort.
+
+        Also raises what `plan` of the attention raises.
         """
         self._check("plan()")
         group = self._cache.check_group(group)
@@ -218,7 +232,9 @@ class Step:
                 self._publish(seq)
             # Once a page, when the first query that may come enters another one.
             if lookback is not None and (length - lookback) % size < count:
+                cache.changing = "commit()"
                 cache.reclaim(seq)
+                cache.changing = ""
         # Last, so that an interrupted commit can be aborted, when what it came to keeps its tokens,
         # or called again.
         self._end()
@@ -229,28 +245,32 @@ class Step:
         full = seq.tokens.length // size
         tables = [table.view[:full] for table in seq.tables]
         tokens = seq.tokens.view[: full * size]
+        cache.changing = "commit()"
         seq.place = cache.tree.publish(seq.namespace, seq.place, tokens, tables)
         cache.note_growth(seq)
+        cache.changing = ""
 
     def abort(self) -> None:
         """Give the pages of the new tokens back; the sequences are as before the step."""
         self._check("abort()")
         cache, size = self._cache, self._cache.spec.page_size
+        cache.changing = "abort()"
         self._end()
         for seq, _ in self._items:
             for group, (pages, table) in enumerate(zip(cache.pools, seq.tables, strict=True)):
-                count = -(-seq.group_len(group) // size)
+                count = -(-(seq.tokens.length - seq.removed[group]) // size)
                 if count < table.length:
                     pages.release(table.view[count:])
                     table.truncate(count)
+        cache.changing = ""
 
     def _end(self) -> None:
-        self.is_open = False
+        self.is_open = False  # which ends it: `Sequence.in_step` asks here
         for seq, _ in self._items:
             seq.step = None
 
     def _check(self, what: str) -> None:
-        self._cache.check_thread()
+        self._cache.check_access()
         if not self.is_open:
             raise SequenceError(f"{what} of a step that was committed or aborted")
 
@@ -266,7 +286,7 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.is_open:
+        if self.is_open and not self._cache.changing:
             self.abort()
 
 
@@ -274,7 +294,7 @@ _NO_PAGES = np.zeros(0, np.int32)
 
 
 def _read_items(
-    cache: Cache, items: Items[tuple[Sequence, Iterable[int]]]
+    cache: Cache, items: Iterable[tuple[Sequence, Tokens]]
 ) -> list[tuple[Sequence, Ints | list[int]]]:
     """Sequences and tokens, checked; nothing of the cache has changed."""
     if isinstance(items, str | torch.Tensor) or not isinstance(items, Iterable):
@@ -326,6 +346,8 @@ def read_tokens(name: str, tokens: Any) -> Ints:
         found = np.array(tokens)  # a copy: a step reads its tokens until the commit
     except (TypeError, ValueError) as error:
         raise InputError(f"{name} must be 1-D ints: {error}") from None
+    if isinstance(tokens, Iterator | Set):
+        raise InputError(f"{name} is no sequence but a {type(tokens).__name__}: pass list({name})")
     if found.ndim != 1 or (found.dtype.kind not in "iu" and found.size):
         raise InputError(
             f"{name} must be 1-D ints, got {found.ndim}-D entries of dtype {found.dtype}"

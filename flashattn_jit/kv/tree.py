@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import InputError
 from .int_buffer import IntBuffer, Ints
 from .pages import NULL, Pages
 
@@ -285,14 +286,20 @@ class PageTree:
                 node.num_uses += uses
             node = node.parent
 
-    def evict(self, group: int, count: int, key: Callable[[Node], Any]) -> None:
-        """Drop up to `count` pages of a group that only the tree holds.
+    def choose(
+        self, group: int, count: int, key: Callable[[Node], Any], kept: Ints | None = None
+    ) -> list[tuple[Node, Ints]]:
+        """Up to `count` pages of a group to drop, which only the tree holds: nodes, and where their
+        pages are. Nothing has changed yet.
 
         The node with the least key goes first, from its last page on; a node waits for those below
-        it that have such pages.
+        it that have such pages. kept: pages that stay. Raises InputError for keys that do not
+        compare, and what `key` raises.
         """
         pages = self._groups[group]
         evictable = pages.evictable()
+        if kept is not None:
+            evictable[kept] = False
         waiting: dict[int, int] = {}  # nodes with such pages whose next one above is this node
         nodes = [self._nodes[int(n)] for n in np.unique(pages.owner[evictable])]
         having = {node.number for node in nodes}
@@ -305,22 +312,29 @@ class PageTree:
                 above[node.number] = parent
                 waiting[parent.number] = waiting.get(parent.number, 0) + 1
         heap = [(key(n), n.number) for n in nodes if n.number not in waiting]
-        heapq.heapify(heap)
-        dropped = 0
-        while heap and dropped < count:
-            node = self._nodes[heapq.heappop(heap)[1]]
+        _compared(heapq.heapify, heap)
+        chosen: list[tuple[Node, Ints]] = []
+        while heap and count:
+            node = self._nodes[_compared(heapq.heappop, heap)[1]]
             view = node.pages[group].view
-            at = np.flatnonzero((view != NULL) & evictable[view])[dropped - count :]
-            gone = view[at]
-            view[at] = NULL
-            pages.drop(gone)
-            dropped += len(gone)
-            self._trim(node)
+            at = np.flatnonzero((view != NULL) & evictable[view])[-count:]
+            chosen.append((node, at))
+            count -= len(at)
             upper = above.get(node.number)
             if upper is not None:
                 waiting[upper.number] -= 1
                 if not waiting[upper.number]:
-                    heapq.heappush(heap, (key(upper), upper.number))
+                    _compared(heapq.heappush, heap, (key(upper), upper.number))
+        return chosen
+
+    def drop(self, group: int, chosen: Sequence[tuple[Node, Ints]]) -> None:
+        """Drop the pages of a group that `choose` gave."""
+        for node, at in chosen:
+            view = node.pages[group].view
+            gone = view[at]
+            view[at] = NULL
+            self._groups[group].drop(gone)
+            self._trim(node)
 
     def _trim(self, node: Node) -> None:
         """Shorten a leaf to its last page that some group holds; without pages it goes."""
@@ -363,6 +377,17 @@ class PageTree:
 def page_digest(before: bytes, tokens: Ints) -> bytes:
     """The digest of a page of tokens behind the page, or root, with the digest `before`."""
     return hashlib.sha256(before + tokens.astype("<i8").tobytes()).digest()
+
+
+def _compared(call: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function of heapq, which compares keys. Raises InputError if it cannot."""
+    try:
+        return call(*arguments)
+    except (TypeError, ValueError, RuntimeError) as error:  # the latter two: arrays and tensors
+        raise InputError(
+            f"two keys of the eviction policy do not compare ({error}): let it give an int, a "
+            "float or a tuple of them for every entry"
+        ) from error
 
 
 def _before(node: Node) -> bytes:

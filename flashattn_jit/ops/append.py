@@ -124,8 +124,8 @@ def plan_append(
 class AppendPlan:
     """Where the new tokens of a batch go; `plan_append` makes it, and any number of runs use it.
 
-    The tensors of the page tables are referenced, not copied, as in `BatchAttention.plan`; on CPUs
-    the places of the tokens are found when it is made.
+    On CPUs the slots are found when it is planned: what the tensors of the page tables become later
+    does not count. On devices they are referenced, not copied, as in `BatchAttention.plan`.
     """
 
     def __init__(

@@ -144,6 +144,16 @@ class BatchBase:
         }  # fmt: skip
         return _made_again, (type(self), self._variant, made)
 
+    @property
+    def variant(self) -> Variant:
+        """What is computed."""
+        return self._variant
+
+    @property
+    def options(self) -> Options:
+        """Heads, head dims, dtypes, device and target, by which kernels are chosen."""
+        return self._kernels.options
+
     # --- running ----------------------------------------------------------------------------------
 
     def run(

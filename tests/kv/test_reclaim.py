@@ -149,8 +149,11 @@ def test_masks_that_cannot_be_judged_for_all_sequences() -> None:
         found(fa.DocumentMask(), 10, 10, 4)
     with pytest.raises(fa.InputError, match='reclaim="never"'):
         found(fa.PrefixLM(), 10, 10, 4, prefix_len=torch.tensor([3]))
-    group = fa.kv.Group((0,), 1, 8, variant=fa.PrefixLM(), reclaim="never")
-    fa.kv.Cache(fa.kv.Spec((group,)), 4, max_kv_len=32)
+    with pytest.raises(fa.InputError, match='reclaim="never"'):
+        found(fa.DocumentMask(), 10, 10, 4, documents=torch.zeros(1, MAX_LEN, dtype=torch.int64))
+    for variant in (fa.PrefixLM(), fa.DocumentMask()):
+        group = fa.kv.Group((0,), 1, 8, variant=variant, reclaim="never")
+        fa.kv.Cache(fa.kv.Spec((group,)), 4, max_kv_len=32)
     assert not found(fa.variant(mask_mod=fa.cpp("return kv_idx + 3 > q_idx;")), 90, 90, 4).any()
     assert not found(None, 90, 90, 4).any()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
 import torch
 
 import flashattn_jit as fa
-from tests.kv.engine import Engine
+from tests.kv.engine import Engine, contents, same
 from tests.kv.test_sequences import made, run
 
 
@@ -127,10 +128,11 @@ def test_keys_of_the_policies() -> None:
     cost = fa.kv.RecomputeCost(half_life_s=10.0)
     assert cost(entry(recompute_ns=1e4)) < cost(entry(recompute_ns=2e4))
     assert cost(entry(recompute_ns=2e4, age_s=20.0)) < cost(entry(recompute_ns=1e4))
-    with pytest.raises(fa.InputError, match="retention_s"):
-        fa.kv.Priority(0.0)
-    with pytest.raises(fa.InputError, match="half_life_s"):
-        fa.kv.RecomputeCost(-1.0)
+    for wrong in (0.0, -1, "a", None, float("nan"), True, [1.0]):
+        with pytest.raises(fa.InputError, match="retention_s"):
+            fa.kv.Priority(wrong)  # type: ignore[arg-type]
+        with pytest.raises(fa.InputError, match="half_life_s"):
+            fa.kv.RecomputeCost(wrong)  # type: ignore[arg-type]
 
 
 def test_pages_far_behind_cost_more_to_compute_again() -> None:
@@ -162,7 +164,7 @@ def test_a_policy_that_fails_leaves_a_sound_cache() -> None:
     seq.close()
 
 
-def test_pages_that_went_before_a_policy_failed_are_counted() -> None:
+def test_a_policy_that_fails_late_has_dropped_nothing() -> None:
     calls = []
 
     def policy(found: fa.kv.Entry) -> int:
@@ -174,11 +176,52 @@ def test_pages_that_went_before_a_policy_failed_are_counted() -> None:
     engine = made(num_pages=8, eviction=policy)
     for start in (50, 60):
         run(engine, [*range(8), *range(start, start + 8)]).close()
-    with pytest.raises(ZeroDivisionError):
-        run(engine, list(range(100, 132)))  # after the branches the policy is asked for their stem
-    (group,) = engine.cache.stats().groups
-    assert (group.evictable, group.free, group.evicted) == (2, 6, 4)
+    seq, before = engine.open([]), contents(engine.cache)
+    with pytest.raises(ZeroDivisionError):  # after the branches the policy is asked for their stem
+        engine.cache.step([(seq, range(100, 132))])
+    assert same(before, contents(engine.cache))
+    assert engine.cache.stats().groups[0].evicted == 0
     engine.cache.check()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [[1, "a"], [None, 1], [{}, {1: 2}], [1, (1, 2)], [torch.ones(2), torch.zeros(2)]],
+    ids=repr,
+)
+def test_keys_of_a_policy_that_do_not_compare(keys: list[object]) -> None:
+    found = itertools.cycle(keys)
+    engine = made(num_pages=6, eviction=lambda entry: next(found))
+    for start in (0, 100, 200):
+        run(engine, list(range(start, start + 8))).close()
+    seq, before = engine.open([]), contents(engine.cache)
+    with pytest.raises(fa.InputError, match="eviction policy"):
+        engine.cache.step([(seq, range(300, 308))])
+    assert same(before, contents(engine.cache))
+    engine.cache.clear()  # which asks no policy
+    engine.step([(seq, list(range(8)))])
+    engine.verify_all()
+
+
+@pytest.mark.parametrize("name", ["clear", "open", "step", "close"])
+def test_a_policy_that_calls_the_cache(name: str) -> None:
+    def policy(found: fa.kv.Entry) -> int:
+        calls[name]()
+        return found.order
+
+    engine = made(num_pages=4, eviction=policy)
+    run(engine, list(range(12))).close()
+    seq = engine.open([])
+    calls = {
+        "clear": engine.cache.clear, "open": lambda: engine.cache.open([1]),
+        "step": lambda: engine.cache.step([(seq, [1])]), "close": seq.close,
+    }  # fmt: skip
+    before = contents(engine.cache)
+    with pytest.raises(fa.SequenceError, match="eviction policy"):
+        engine.cache.step([(seq, range(100, 108))])
+    assert same(before, contents(engine.cache))
+    engine.step([(seq, [1])])
+    engine.verify_all()
 
 
 def test_swapped_bytes_are_those_that_were_moved() -> None:

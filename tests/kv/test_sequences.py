@@ -301,9 +301,10 @@ def test_a_copy_that_fails_changes_nothing(copy: str, monkeypatch: pytest.Monkey
     engine.verify_all()
 
 
-def test_another_thread_gets_an_error() -> None:
+@pytest.mark.parametrize("first", ["open", "step", "clear"])
+def test_another_thread_gets_an_error(first: str) -> None:
     engine = made()
-    engine.open([1])
+    getattr(engine.cache, first)(*([] if first == "clear" else [[]]))
     errors: list[BaseException] = []
 
     def other() -> None:
@@ -322,7 +323,7 @@ def test_another_thread_gets_an_error() -> None:
     "tokens",
     [
         [1.5], [[1]], ["a"], 3, [-1], np.array([2**63], np.uint64), torch.ones(2), [None], [True],
-        torch.ones(2).bfloat16(), torch.ones(2).long().to_sparse(),
+        torch.ones(2).bfloat16(), torch.ones(2).long().to_sparse(), {1, 2}, {1: 2}, "12", b"12",
     ],
     ids=repr,
 )  # fmt: skip
@@ -333,6 +334,42 @@ def test_tokens_that_are_none(tokens: object) -> None:
         engine.cache.open(tokens)  # type: ignore[arg-type]
     with pytest.raises(fa.InputError, match=r"items\[0\]\[1\]"):
         engine.cache.step([(seq, tokens)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, np.array, torch.tensor, iter], ids=lambda k: k.__name__
+)
+def test_kinds_of_tokens(kind: Any) -> None:
+    engine = made()
+    for tokens in (list(range(9)), range(9)):
+        if kind is not iter:
+            assert engine.cache.open(kind(tokens)).kv_len in (0, 8)
+            engine.cache.step([(engine.open([]), kind(tokens))]).commit()
+            continue
+        with pytest.raises(fa.InputError, match=r"pass list\(token_ids\)"):
+            engine.cache.open(kind(tokens))
+        with pytest.raises(fa.InputError, match=r"pass list\(items\[0\]\[1\]\)"):
+            engine.cache.step([(engine.open([]), kind(tokens))])
+
+
+@pytest.mark.parametrize("number", [[1], {}, None, -1, 7, 1.0, "a", True], ids=repr)
+def test_numbers_of_layers_and_groups_that_are_none(number: Any) -> None:
+    engine = made()
+    seq = run(engine, [1, 2, 3])
+    for call in (engine.cache.tensors, engine.cache.group_of):
+        with pytest.raises(fa.InputError, match="layer"):
+            call(number)
+    for call in (seq.group_len, seq.pages, engine.cache.spec.page_bytes):
+        with pytest.raises(fa.InputError, match="group"):
+            call(number)
+
+
+@pytest.mark.parametrize("layout", ["page", "layer"])
+@pytest.mark.parametrize("head_dim", [1, 1 << 8, 1 << 16])
+def test_more_pages_than_the_system_has_memory_for(layout: Any, head_dim: int) -> None:
+    spec = fa.kv.Spec((fa.kv.Group((0, 1), 1 << 12, head_dim),), 1 << 10)
+    with pytest.raises(fa.InputError, match=r"num_pages=1073741824 .* pass fewer"):
+        fa.kv.Cache(spec, 1 << 30, max_kv_len=9, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -531,3 +568,22 @@ def test_pages_that_no_group_holds_are_not_published() -> None:
     engine.step([(seq, [1])])
     seq.close()
     assert not list(engine.cache.tree.nodes())
+
+
+def test_a_sequence_that_is_not_published_is_apart_from_the_prefixes() -> None:
+    cache = fa.kv.Cache(fa.kv.Spec((fa.kv.Group((0,), 1, 8),), 4, torch.float32), 20, max_kv_len=64)
+    tokens = list(range(12))
+    for publish in (True, False, True):
+        seq = cache.open(tokens, publish=publish)
+        found = seq.num_cached
+        with cache.step([(seq, tokens[found:])]) as step:
+            step.commit()
+        child = seq.fork()
+        assert child.publishes == publish
+        assert found == (8 if publish and cache.stats().hit_tokens else 0)
+        child.close()
+        seq.close()
+    stats = cache.stats()
+    assert (stats.asked_tokens, stats.hit_tokens) == (24, 8)
+    assert stats.groups[0].evictable == 3
+    cache.check()

@@ -75,9 +75,28 @@ def test_from_config() -> None:
     assert isinstance(fa.kv.Spec.from_config(mistral).groups[0].variant, fa.SlidingWindow)
     qwen = config(sliding_window=4096, use_sliding_window=False)
     assert isinstance(fa.kv.Spec.from_config(qwen).groups[0].variant, fa.Causal)
+    qwen = config(sliding_window=4096, use_sliding_window=True, max_window_layers=4)
+    spec = fa.kv.Spec.from_config(qwen)
+    assert [g.layers for g in spec.groups] == [(0, 1, 2, 3), (4, 5)]
+    assert [type(g.variant) for g in spec.groups] == [fa.Causal, fa.SlidingWindow]
     llama4 = config(layer_types=["chunked_attention"] * 6, attention_chunk_size=8192)
     assert isinstance(fa.kv.Spec.from_config(llama4).groups[0].variant, fa.Chunked)
     assert fa.kv.Spec.from_config(SimpleNamespace(text_config=config())).num_layers == 6
+
+
+@pytest.mark.parametrize("uses", [False, True])
+@pytest.mark.parametrize("full", [0, 3, 6, 28])
+def test_windows_of_qwen2_are_those_of_transformers(uses: bool, full: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    given = {"sliding_window": 64, "use_sliding_window": uses, "max_window_layers": full}
+    made = transformers.Qwen2Config(
+        num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8, hidden_size=512, **given
+    )
+    ours, theirs = (fa.kv.Spec.from_config(c) for c in (config(**given), made))
+    assert made.layer_types
+    assert [(g.layers, type(g.variant)) for g in ours.groups] == [
+        (g.layers, type(g.variant)) for g in theirs.groups
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +107,7 @@ def test_from_config() -> None:
         ({"layer_types": ["sliding_attention"] * 6}, "no sliding_window"),
         ({"kv_lora_rank": 512}, "latent"), ({"hidden_size": 513}, "hidden_size=513"),
         ({"num_attention_heads": None}, "num_attention_heads"),
+        ({"sliding_window": 8, "max_window_layers": "a"}, "max_window_layers"),
     ],
 )  # fmt: skip
 def test_configs_without_a_spec(changes: dict[str, object], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -196,3 +197,122 @@ def test_plans_of_what_is_no_attention() -> None:
         step.plan(attention(fa.BatchAttention, fa.Causal()), group=1)
     with pytest.raises(fa.InputError, match="layer"):
         step.append(1, torch.zeros(2, 2, 32), torch.zeros(2, 2, 32))
+
+
+def planned(
+    group: dict[str, Any], attention: dict[str, Any], kind: type = fa.BatchAttention, **params: Any
+) -> fa.Plan:
+    """A plan of three requests by an attention that differs from the group in what is given."""
+    heads = {"num_kv_heads": 2, "head_dim": 32, "num_q_heads": 4}
+    spec = fa.kv.Spec((fa.kv.Group((0,), **{**heads, **group}),), 16, torch.float32)
+    cache = fa.kv.Cache(spec, 16, max_kv_len=256)
+    with cache.step([(cache.open([]), range(20)) for _ in range(3)]) as step:
+        made = kind(q_dtype=torch.float32, **{**heads, **attention})
+        step.plan(made, **params)
+        plan: fa.Plan = step.plan(made, **params)  # which looks at nothing again
+        assert plan.explain() == made.plan(*_arguments(step, kind), **_all(group, params)).explain()
+    return plan
+
+
+def _arguments(step: fa.kv.Step, kind: type) -> list[Any]:
+    return [step.levels()] if kind is fa.CascadeAttention else [step.q_indptr, step.paged()]
+
+
+def _all(group: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    return {**group.get("mask_params", {}), **params}
+
+
+class Window(fa.Variant):
+    """A window without a default, with another hook and a table of slopes."""
+
+    window: int = fa.scalar()
+    slopes: torch.Tensor = fa.tensor("num_q_heads", default=fa.alibi_slopes)
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        return score + self.slopes[h] * (kv_idx - q_idx)
+
+    def mask_mod(self, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        return (kv_idx <= q_idx) & (q_idx - kv_idx < self.window)
+
+
+class Documents(fa.Variant):
+    """Documents, the same for every request."""
+
+    ids: torch.Tensor = fa.tensor("tokens", dtype=torch.int64)
+
+    def mask_mod(self, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        return (kv_idx <= q_idx) & (self.ids[q_idx] == self.ids[kv_idx])
+
+
+HEADED = fa.variant(mask_mod=lambda b, h, q, k: (k <= q) & (q - k < 8 * (h + 1)))
+IDS = torch.arange(256) // 50
+
+
+@pytest.mark.parametrize("kind", [fa.BatchAttention, fa.CascadeAttention])
+@pytest.mark.parametrize(
+    ("group", "attention", "message"),
+    [
+        ({}, {"num_kv_heads": 4}, "num_kv_heads=4, but group 0 has 2"),
+        ({}, {"head_dim": 16, "head_dim_v": 32}, "head_dim=16, but group 0 has 32"),
+        ({}, {"head_dim_v": 16}, "head_dim_v=16, but group 0 has 32"),
+        ({"variant": HEADED}, {"variant": HEADED, "num_q_heads": 8}, "num_q_heads=8"),
+        ({"variant": fa.SlidingWindow(9)}, {"variant": fa.Causal()}, "mask of attention"),
+        ({"variant": fa.Causal()}, {"variant": fa.SlidingWindow(9)}, "mask of attention"),
+        ({"variant": fa.SlidingWindow(9)}, {"variant": fa.SlidingWindow(10)}, "mask of attention"),
+        ({"variant": fa.SlidingWindow(9)}, {"variant": None}, "mask of attention"),
+        ({"variant": fa.ALiBi()}, {"variant": fa.Causal()}, "mask of attention"),
+    ],
+)  # fmt: skip
+def test_an_attention_that_is_not_the_groups(
+    group: dict[str, Any], attention: dict[str, Any], message: str, kind: type
+) -> None:
+    with pytest.raises(fa.InputError, match=message):
+        planned(group, attention, kind)
+
+
+@pytest.mark.parametrize(
+    ("group", "attention"),
+    [
+        ({}, {"variant": fa.Causal(), "num_q_heads": 8}),  # without a variant every key stays
+        ({"variant": fa.Causal()}, {"variant": fa.Causal(), "num_q_heads": 8}),
+        ({"variant": fa.SlidingWindow(9), "reclaim": "never"}, {"variant": fa.Causal()}),
+        ({"variant": HEADED}, {"variant": HEADED}),
+        ({"variant": fa.SlidingWindow(9)}, {"variant": Window(window=9)}),
+        ({"variant": Documents(ids=IDS)}, {"variant": Documents(ids=IDS.clone())}),
+    ],
+)  # fmt: skip
+def test_an_attention_of_the_groups_mask(group: dict[str, Any], attention: dict[str, Any]) -> None:
+    planned(group, attention)
+
+
+@pytest.mark.parametrize("kind", [fa.BatchAttention, fa.CascadeAttention])
+def test_params_of_the_groups_mask_are_defaults(kind: type) -> None:
+    group = {"variant": Window(), "mask_params": {"window": 9}}
+    planned(group, {"variant": Window()}, kind)
+    planned(group, {"variant": Window()}, kind, window=9)
+    for wrong in ({"variant": Window(window=10)}, {"variant": fa.Causal()}):
+        with pytest.raises(fa.InputError, match="mask of attention"):
+            planned(group, wrong, kind)
+    with pytest.raises(fa.InputError, match="mask of attention"):
+        planned(group, {"variant": Window()}, kind, window=10)
+    given = {"variant": Documents(), "mask_params": {"ids": IDS}}
+    planned(given, {"variant": Documents()}, kind)
+    with pytest.raises(fa.InputError, match="mask of attention"):
+        planned(given, {"variant": Documents()}, kind, ids=IDS + IDS % 2)
+    padded = {"variant": fa.PaddingMask() & fa.Causal()}
+    with pytest.raises(fa.InputError, match="mask of attention"):
+        planned({"variant": fa.Causal()}, padded, kind, keep=torch.ones(3, 20, dtype=torch.bool))
+    never = {**given, "reclaim": "never"}
+    planned(never, {"variant": Documents()}, kind, ids=IDS + IDS % 2)
+
+
+def test_params_of_a_plan_are_looked_at_again_when_they_change() -> None:
+    group = fa.kv.Group((0,), 2, 32, num_q_heads=4, variant=Window(), mask_params={"window": 9})
+    cache = fa.kv.Cache(fa.kv.Spec((group,), 16, torch.float32), 16, max_kv_len=256)
+    own = attention(fa.BatchAttention, Window())
+    with cache.step([(cache.open([]), range(20))]) as step:
+        step.plan(own)
+        step.plan(own, window=9)
+        with pytest.raises(fa.InputError, match="mask of attention"):
+            step.plan(own, window=10)
+        step.plan(own)

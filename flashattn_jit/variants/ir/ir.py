@@ -220,6 +220,18 @@ def prune(graph: Graph) -> Graph:
     return Graph(graph.inputs, nodes, new[graph.output])
 
 
+def slot_order(graphs: Iterable[Graph]) -> tuple[dict[int, int], dict[int, int]]:
+    """The slots of param tensors, and of scalars, numbered in the order of their first use."""
+    tensors: dict[int, int] = {}
+    scalars: dict[int, int] = {}
+    for node in (n for graph in graphs for n in graph.nodes):
+        if node.op == "scalar":
+            scalars.setdefault(node.int_attr("slot"), len(scalars))
+        elif _reads_tensor(node):
+            tensors.setdefault(node.int_attr("slot"), len(tensors))
+    return tensors, scalars
+
+
 def remap_slots(graph: Graph, tensors: Mapping[int, int], scalars: Mapping[int, int]) -> Graph:
     """The same graph with its param slots renumbered."""
 

@@ -498,14 +498,7 @@ def _assemble(
     declared: Sequence[tuple[str, Captured | Number]],
     mask_params: frozenset[str],
 ) -> Traced:
-    tensors: dict[int, int] = {}
-    scalars: dict[int, int] = {}
-    for _, graph in graphs:
-        for node in graph.nodes:
-            if node.op == "scalar":
-                scalars.setdefault(node.int_attr("slot"), len(scalars))
-            elif node.op in ("gather", "searchsorted"):
-                tensors.setdefault(node.int_attr("slot"), len(tensors))
+    tensors, scalars = ir.slot_order(graph for _, graph in graphs)
     for _, value in declared:
         if type(value) is Captured:
             tensors.setdefault(tracer.tensor_slot(value.host, {}), len(tensors))
