@@ -58,6 +58,7 @@ IMPORTED_WHEN_NEEDED = {
     "ninja": {"jit"},
     "platformdirs": {"env.py"},
     "transformers": {"integrations"},
+    "tqdm": {"integrations"},  # a requirement of transformers
     "matplotlib": {"inspect"},
     "click": {"cli"},
     "rich": {"cli", "deploy/warm/progress.py"},

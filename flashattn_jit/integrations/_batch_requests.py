@@ -107,6 +107,7 @@ def checked_options(model: Any, config: Any, options: dict[str, Any]) -> Any:
 def requests_of(
     prompts: list[Any], most: int | Sequence[int], seed: int | None, device: torch.device
 ) -> list[Request]:
+    """The requests of the prompts. Raises InputError for wrong prompts, counts and seeds."""
     counts = [most] * len(prompts) if isinstance(most, int) else list(most)
     if len(counts) != len(prompts):
         raise InputError(f"max_new_tokens has {len(counts)} entries for {len(prompts)} prompts")

@@ -253,7 +253,7 @@ class BatchGenerator:
         """Logits [ready requests, vocabulary] of the last tokens, fp32."""
         device = self._model.device
         last = step.q_indptr[1:].long() - 1
-        wanted = last[torch.tensor(ready)]
+        wanted = last[torch.tensor(ready, device="cpu")]
         given: dict[str, Any] = {
             "input_ids": torch.from_numpy(step.token_ids)[None].to(device),
             "past_key_values": self.packed, "use_cache": True,

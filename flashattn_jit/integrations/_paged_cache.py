@@ -212,7 +212,7 @@ class PagedCache(OverPages):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep rows by their indices, or by a bool tensor."""
-        chosen = torch.as_tensor(indices)
+        chosen = torch.as_tensor(indices, device="cpu")
         if chosen.dtype == torch.bool:
             chosen = torch.nonzero(chosen)[:, 0]
         self._select([int(i) for i in chosen])

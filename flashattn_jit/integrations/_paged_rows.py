@@ -201,8 +201,8 @@ def check_mask(cache: Cache, layer: int, mask: LazyMask, first: int, row: int) -
     wanted = mask.mask_function(zero + row, zero, queries + first, keys + first)
     own = torch.ones_like(queries, dtype=torch.bool)
     if hook is not None:
-        own = torch.as_tensor(hook(zero, zero, queries, keys)).expand(queries.shape)
-    wanted = torch.as_tensor(wanted).cpu().expand(queries.shape)
+        own = torch.as_tensor(hook(zero, zero, queries, keys), device="cpu").expand(queries.shape)
+    wanted = torch.as_tensor(wanted, device="cpu").expand(queries.shape)
     wrong = torch.nonzero(wanted.bool() != own.bool())
     if len(wrong):
         at = int(wrong[0])
@@ -215,11 +215,11 @@ def check_mask(cache: Cache, layer: int, mask: LazyMask, first: int, row: int) -
 
 def _pairs(max_kv_len: int) -> tuple[Tensor, Tensor]:
     """512 positions of queries and of keys: half of them near each other."""
-    generator = torch.Generator().manual_seed(0)
-    queries = torch.randint(0, max_kv_len, (512,), generator=generator)
-    far = torch.randint(-2, 64, (512,), generator=generator)
-    keys = torch.randint(0, max_kv_len, (512,), generator=generator)
-    spread = 2.0 ** (torch.rand(512, generator=generator) * 16)
+    generator = torch.Generator("cpu").manual_seed(0)
+    queries = torch.randint(0, max_kv_len, (512,), generator=generator, device="cpu")
+    far = torch.randint(-2, 64, (512,), generator=generator, device="cpu")
+    keys = torch.randint(0, max_kv_len, (512,), generator=generator, device="cpu")
+    spread = 2.0 ** (torch.rand(512, generator=generator, device="cpu") * 16)
     near = torch.where(far < 32, far, spread.long())
     keys[::2] = (queries - near)[::2].clamp(0, max_kv_len - 1)
     return queries, keys

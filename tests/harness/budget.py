@@ -27,7 +27,7 @@ BUDGET_S = {
     "tests/inspect": 25,
     "tests/integrations": 90,
     "tests/jit": 55,
-    "tests/kv": 60,
+    "tests/kv": 80,
     "tests/modes": 75,
     "tests/ops": 180,
     "tests/planner": 50,
