@@ -123,13 +123,11 @@ class BatchGenerator:
         if cache is None:
             most = min(len(requests), max_requests) or 1
             cache = cache_for(model, most * (longest + 16), max_kv_len=longest)
-        self.packed = PackedCache(cache)
-        self._cache = cache
-        for r in requests:
-            check_fits(cache, r)
+        self.packed, self._cache = PackedCache(cache), cache
         eos = self._config.eos_token_id
         self._stop = {*(eos if isinstance(eos, list | tuple) else [eos])} - {None}
         for r in requests:
+            check_fits(cache, r)
             r.processors = self._model._get_logits_processor(
                 self._config, input_ids_seq_length=len(r.prompt), device=self._model.device
             )
@@ -265,14 +263,13 @@ class BatchGenerator:
             given["logits_to_keep"] = (wanted if len(wanted) else last[:1]).to(device)
         self.packed.begin(step)
         begin = time.perf_counter()
-        logits = self._model(**given).logits[0]
+        logits: Tensor = self._model(**given).logits[0]
         self.seconds["model"] += time.perf_counter() - begin
         self.packed.check_complete()
         self.steps += 1
         if not sliced:
             logits = logits[wanted.to(device)]
-        chosen: Tensor = logits[: len(wanted)].to(torch.float32)
-        return chosen
+        return logits[: len(wanted)].to(torch.float32)
 
     def _choose(self, done: list[Request], logits: Tensor, bar: Any) -> None:
         """The next token of each request whose last token was computed."""
