@@ -201,7 +201,9 @@ class Spec:
             )
         num_layers = _size(config, "num_hidden_layers")
         num_q_heads = _size(config, "num_attention_heads")
-        num_kv_heads = _size(config, "num_key_value_heads", num_q_heads)
+        one = getattr(config, "multi_query", False)  # Falcon, GPT-BigCode
+        one = one and not getattr(config, "new_decoder_architecture", False)
+        num_kv_heads = _size(config, "num_key_value_heads", 1 if one else num_q_heads)
         head_dim = _size(config, "head_dim", None, missing=0)
         if not head_dim:
             hidden = _size(config, "hidden_size")

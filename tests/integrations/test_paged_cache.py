@@ -19,7 +19,7 @@ from tests.integrations.decoders import DECODERS, VOCABULARY, build  # noqa: E40
 
 FAMILIES = {
     "llama": "grouped heads", "mistral": "a window", "llama4": "chunks", "gpt_oss": "sinks",
-    "gemma2": "a soft cap, layers of two kinds", "falcon": "few key heads", "bloom": "ALiBi",
+    "gemma2": "a soft cap, layers of two kinds", "falcon_mqa": "one key head", "bloom": "ALiBi",
     "gpt2": "positions of its own",
 }  # fmt: skip
 OPTIONS = {

@@ -73,6 +73,10 @@ def test_from_config() -> None:
     assert spec.page_bytes(0) == 5 * 32 * 2 * 2 * 256 * 2
     mistral = config(sliding_window=4096)
     assert isinstance(fa.kv.Spec.from_config(mistral).groups[0].variant, fa.SlidingWindow)
+    falcon = config(multi_query=True)
+    assert fa.kv.Spec.from_config(falcon).groups[0].num_kv_heads == 1
+    falcon = config(multi_query=True, new_decoder_architecture=True)  # repeats its key heads
+    assert fa.kv.Spec.from_config(falcon).groups[0].num_kv_heads == 8
     qwen = config(sliding_window=4096, use_sliding_window=False)
     assert isinstance(fa.kv.Spec.from_config(qwen).groups[0].variant, fa.Causal)
     qwen = config(sliding_window=4096, use_sliding_window=True, max_window_layers=4)
