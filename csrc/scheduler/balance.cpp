@@ -241,8 +241,10 @@ class Spreader {
       const auto unit_at = [&](size_t i) -> const Unit& {
         return units_[static_cast<size_t>(ids_[i])];
       };
+      const Unit& first = unit_at(begin);
       double keys = 0, cost = 0;
-      while (end < ids_.size() && unit_at(end).entity == unit_at(begin).entity) {
+      while (end < ids_.size() && unit_at(end).entity == first.entity &&
+             unit_at(end).head == first.head) {
         const Extent& extent = unit_at(end).extent;
         keys = std::max(keys, static_cast<double>(extent.end - extent.begin));
         cost += costs[end++];
@@ -273,9 +275,9 @@ class Spreader {
   double state_ns(const Unit& unit) const { return unit.rows() * kinds_[unit.kind].state_ns; }
 
   // Assigns each unit to the least loaded worker. A unit that would raise its load above `most` is
-  // cut there, once per worker, and the rest goes to the next worker. The kv heads of a unit follow
-  // each other, so no other unit starts between them: a page, which holds the keys of all of them,
-  // is read whole at one time.
+  // cut there, once per worker, and the rest goes to the next worker. The kv heads of a turn follow
+  // each other, so no other unit starts between them: without sections, a page, which holds the
+  // keys of all heads, is read whole at one time.
   Spread assign(double most) const {
     Spread out;
     out.parts.reserve(ids_.size() * static_cast<size_t>(heads_) +

@@ -114,9 +114,9 @@ _WGMMA: tuple[tuple[int, tuple[Tile, ...]], ...] = (
 a producer, or one.
 
 Shared memory has room for two stages of 192, 160, 112 and 80 keys. On an H100 fewer were as fast or
-faster in the mean of full and causal prefill of 1k to 16k keys, as less of the last tiles is wasted
-and masked: 128 at head dim 128 (0.98 to 1.08 times the rate of 160), 64 at 256 (1.01 to 1.03 times
-that of 80), and at 64 under a mask 128 (0.97 to 1.08 times that of 192)."""
+faster in the mean over 1k to 16k keys, as less of the last tiles is wasted and masked: 128 at head
+dim 128 (full and causal, 0.99 to 1.12 times the rate of 160), 64 at 256 (causal, 1.01 to 1.03 times
+that of 80), and at 64 under a mask 128 (0.95 to 1.09 times that of 192)."""
 
 WGMMA_TARGET = {"sm_90": "sm_90a"}
 """What wgmma kernels are compiled for, by the architecture that has them."""

@@ -354,6 +354,18 @@ def test_without_a_driver_launches_are_data_and_loading_says_why(
     module.load(0)
 
 
+def test_the_version_is_asked_without_initialising_the_driver(
+    driver: StandIn, tmp_path: Path
+) -> None:
+    driver.supports(12040)
+    assert _C.driver_version() == 12040
+    assert driver.calls() == ["cuDriverGetVersion"]
+    driver.fail("cuDriverGetVersion", 34)  # a library of stubs
+    assert _C.driver_version() == 0
+    _C.use_driver(str(tmp_path / "libcuda.so.1"))
+    assert _C.driver_version() == 0
+
+
 def test_a_driver_without_a_function_is_too_old(artifact: str, tmp_path: Path) -> None:
     library = compile_stand_in(tmp_path, "-DWITHOUT_ERROR_STRINGS")
     previous = _C.use_driver(str(library))

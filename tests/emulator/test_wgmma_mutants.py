@@ -272,7 +272,7 @@ MUTANTS = (
     plant("boxes of a tile over each other", "pages of 16", RACE, PRODUCER,
           "panel * Layout::kPanelBytes + first * kPanelRowBytes", "panel * Layout::kPanelBytes"),
     plant("boxes behind the last page", "pages of 16", (*BOUNDS, *VALUES, *NAN), PRODUCER,
-          "at = min(at, place_.last_box);", ""),
+          "at = at < place_.last_box ? at : place_.last_box;", ""),
     plant("the next request's rows are not cleared", "ragged", NAN, PRODUCER,
           "place_.first_row + tile.end < a_.kv_rows", "false"),
     plant("unwritten slots are not cleared", "pages of 16", NAN, PRODUCER,

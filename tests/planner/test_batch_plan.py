@@ -16,6 +16,7 @@ from .batch_plans import (
     CPU_KINDS,
     FEW_ROW,
     PREFILL,
+    SMALL_KINDS,
     Level,
     Paged,
     Planned,
@@ -101,6 +102,28 @@ def test_no_worker_has_more_than_the_mean_and_the_longest_item(shape, heads, wor
         assert max(loads) <= sum(loads) / workers * 1.001 + item * 1.001
     assert planned.plan.total_ns == pytest.approx(sum(map(sum, groups)), rel=1e-4, abs=1e-3)
     assert planned.plan.critical_ns == pytest.approx(sum(map(max, groups)), rel=1e-4, abs=1e-3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests, st.sampled_from([*HEADS, (16, 16)]), st.integers(1, 24),
+    st.sampled_from([1e-9, 1.0, 16.0, 100.0, 1000.0, 1e4, float("inf")]),
+)  # fmt: skip
+def test_sections_change_the_order_of_the_work_alone(shape, heads, workers, cached_keys):
+    q_len, kv_len = [q for q, _ in shape], [k for _, k in shape]
+    with_cache, without = (
+        make(
+            q_len, Ragged(kv_len), heads=heads, workers=workers,
+            kinds=(_C.Kind(None, **{**SMALL_KINDS[0], "cached_keys": keys}), FEW_ROW),
+        )
+        for keys in (cached_keys, 0.0)
+    )  # fmt: skip
+    check_whole(with_cache, kv_len)
+    if not with_cache.merges and not without.merges:
+        ours, others = (sorted(tuple(x.values()) for x in p.work[0]) for p in (with_cache, without))
+        assert ours == others
+    longest, other = (max(p.plan.load_ns(0)) for p in (with_cache, without))
+    assert longest <= 1.036 * other
 
 
 CUDA_KINDS = (

@@ -21,6 +21,7 @@ from .batch_plans import (
     check_whole,
     device_options,
     make,
+    span,
 )
 
 SLOTS = 264  # two blocks on each of 132 multiprocessors
@@ -191,6 +192,20 @@ def test_prefill_is_at_few_heads_at_a_time():
     The last tenth is assigned longest first, here of one more head of each quarter."""
     planned = plan(16384, [16384], (16, 16), workers=132)
     assert not planned.merges and len(planned.items) == 16 * 128
+    heads = [len(now) for now in in_flight(planned)]
+    assert max(heads) <= 8 and sorted(heads)[len(heads) // 2] <= 4
+
+
+def test_prefill_is_at_few_heads_at_a_time_if_each_has_its_lists():
+    """As above, by causal lists of each head."""
+    blocks, count = 128, np.tile(np.arange(1, 129), 16).astype(np.int32)
+    begin = np.repeat(np.arange(16) * blocks, blocks).astype(np.int32)
+    planned = make(
+        [128 * blocks], Dense([128 * blocks]), heads=(16, 16),
+        lists=(128, 128, True, span(begin), span(count), 16 * blocks),
+        **device_options("sm_90", 128 * blocks, 132),
+    )  # fmt: skip
+    assert not planned.merges and len(planned.items) == 16 * blocks
     heads = [len(now) for now in in_flight(planned)]
     assert max(heads) <= 8 and sorted(heads)[len(heads) // 2] <= 4
 

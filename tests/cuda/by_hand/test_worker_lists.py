@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda.by_hand.launches import ByHand
-from tests.cuda.by_hand.requests import GROUP, KV_HEADS, PADDING, Batch, Item, Request
+import flashattn_jit as fa
+from flashattn_jit.planner.tiles import choose_rows
+from flashattn_jit.variants.variant import Dims
+from tests.cuda.by_hand.launches import ByHand, ints
+from tests.cuda.by_hand.requests import GROUP, KV_HEADS, PADDING, WRONG, Batch, Item, Request
 from tests.harness import rotation
 
 KINDS = ("prefill", "few_row")
@@ -21,6 +24,13 @@ ROTATING = [
     for i, kind in enumerate(KINDS)
     for j, copies in enumerate(("late", "early"))
 ]
+WGMMA = "prefill_wgmma"
+ALL_KINDS = (*KINDS, WGMMA)
+
+
+def target_of(kind: str) -> str:
+    """A target that has such kernels."""
+    return "sm_90" if kind == WGMMA else "sm_80"
 
 
 def build_requests(kind: str) -> list[Request]:
@@ -95,19 +105,21 @@ def in_lists(kind: str, target: str) -> tuple[Batch, ByHand]:
     return batch, launch
 
 
-@pytest.mark.parametrize(("kind", "target", "copies"), ROTATING)
+@pytest.mark.parametrize(
+    ("kind", "target", "copies"), [*ROTATING, (WGMMA, "sm_90", "late"), (WGMMA, "sm_90", "early")]
+)
 def test_lists_of_several_items_padding_and_sources(kind: str, target: str, copies: str) -> None:
     batch, launch = in_lists(kind, target)
     launch.run(copies)
     batch.check(batch.own_keys)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_one_worker_does_it_all(kind: str) -> None:
     """All items in one block give the same bits as one block for each item."""
     outs = []
     for lists in (False, True):
-        batch = Batch(build_requests(kind), kind, "sm_80")
+        batch = Batch(build_requests(kind), kind, target_of(kind))
         words = [
             Item(b, head, begin, end, 0, request.kv_len).words()
             for b, request in enumerate(batch.requests)
@@ -122,9 +134,9 @@ def test_one_worker_does_it_all(kind: str) -> None:
     assert torch.equal(outs[0][1], outs[1][1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_workers_without_work_write_nothing(kind: str) -> None:
-    batch = Batch(build_requests(kind), kind, "sm_80")
+    batch = Batch(build_requests(kind), kind, target_of(kind))
     empty = torch.zeros(5, dtype=torch.int32)
     batch.launch([PADDING], worker_indptr=empty, num_workers=4).run()
     assert batch.out.isnan().all() and batch.lse.isnan().all()
@@ -163,6 +175,33 @@ def test_positions_up_to_the_largest_that_there_are(kind: str, paged: bool) -> N
         items = [Item(0, head, begin, last, first, end) for head, begin, last in batch.tiles(0)]
         batch.launch([item.words() for item in items]).run()
         batch.check(batch.own_keys)
+
+
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_the_last_tile_of_wgmma_may_reach_past_the_largest_position(head_dim: int) -> None:
+    """The tiles of 192 and 112 keys do not divide 2^31. All pages are the same one."""
+    rows, end, page_size = 40, 2**31 - 1, 2**16
+    bound = fa.Full().bind(Dims(1, GROUP, 1, 1, 1, head_dim, head_dim), {})
+    dims, dtypes = (head_dim, head_dim), ("bfloat16",) * 3
+    spec = choose_rows(bound.ir, dims, dtypes, "sm_90", GROUP * rows, ("paged",))
+    assert spec.tile_kind == WGMMA and 2**31 % spec.tile_kv
+    torch.manual_seed(0)
+    q = torch.randn(rows, GROUP, head_dim, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, page_size, 1, head_dim, dtype=torch.bfloat16) for _ in "kv")
+    out, lse = torch.full_like(q, torch.nan), torch.full((rows, GROUP), torch.nan)
+    begin = (end - 300) // spec.tile_kv * spec.tile_kv
+    pages = torch.zeros(2**31 // page_size, dtype=torch.int32)
+    values = {
+        "num_requests": 1, "q_len": ints([rows]), "kv_len": ints([end]), "q_row0": ints([0]),
+        "kv_row0": ints([0]), "q_offset": ints([end - rows]), "q_token0": ints([0]),
+        "kv_token0": ints([0]), "row_request": ints([0] * rows), "page_size": page_size,
+        "page_indptr": ints([0, len(pages)]), "page_indices": pages, "num_pages": 1,
+    }  # fmt: skip
+    work = ints([[0, 0, GROUP, 0, GROUP * rows, begin, end, -1]])
+    ByHand(spec, bound, q, k, v, out, lse, work, values=values).run()
+    seen = torch.arange(begin, end) % page_size
+    scores = torch.einsum("qhd,kd->qhk", q.double(), k[0, seen, 0].double()) * head_dim**-0.5
+    assert (out.double() - scores.softmax(-1) @ v[0, seen, 0].double()).abs().max() < WRONG
 
 
 def sharing(kind: str, target: str, paged: bool) -> tuple[Batch, ByHand, Callable[..., Any]]:

@@ -92,7 +92,7 @@ class Producer {
     int32_t first_row;  // that of position 0; 0 with pages
     int32_t pages;      // the first entry of the page table
     int32_t k_head, v_head, k_request, v_request;
-    int32_t last_box;  // with pages: position of the first row of the last box with a key
+    uint32_t last_box;  // with pages: position of the first row of the last box with a key
   };
   // Requests store all of their keys: those of cascades, which do not, have mixed rows.
   FAJIT_DEV Place place_of(const fajit_work& item) const {
@@ -144,17 +144,19 @@ class Producer {
 #pragma unroll 1
     for (int i = ptx::lane_index(); i < boxes * Layout::kPanels; i += 32) {
       const int panel = i % Layout::kPanels, first = i / Layout::kPanels * rows_;
-      int32_t at = row + first, outer = request;
+      // Unsigned: the last tile may reach past the largest position.
+      uint32_t at = static_cast<uint32_t>(row) + static_cast<uint32_t>(first);
+      int32_t outer = request;
       if constexpr (Config::kPaged) {
-        at = min(at, place_.last_box);
-        const int32_t page = divided(at, params_.divisors.page_size);
+        at = at < place_.last_box ? at : place_.last_box;
+        const int32_t page = divided(static_cast<int32_t>(at), params_.divisors.page_size);
         const int32_t index = __ldg(a_.page_indices + place_.pages + page);
         // An invalid page index must not give an invalid address.
         outer = index >= 0 && index < a_.num_pages ? index : 0;
-        at -= page * a_.page_size;
+        at -= static_cast<uint32_t>(page * a_.page_size);
       }
       ptx::copy_box(to + panel * Layout::kPanelBytes + first * kPanelRowBytes, &map, barrier,
-                    panel * kPanelColumns, at, head, outer);
+                    panel * kPanelColumns, static_cast<int32_t>(at), head, outer);
     }
   }
 
