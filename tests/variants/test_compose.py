@@ -152,6 +152,15 @@ def test_only_keeps_or_drops_the_normalizer():
     assert squared.only("key_mod").bind(DIMS).ir.normalizer == "softmax"
 
 
+def test_what_is_left_of_a_variant_composes_as_such():
+    mixed = variant(score_mod=lambda s, b, h, q, k: s, mask_mod=lambda b, h, q, k: q > k)
+    mask = mixed.only("mask_mod")
+    assert run(~mask, "mask_mod", q_idx=1) is False
+    assert run(mask | Causal(), "mask_mod", q_idx=0) is True
+    with pytest.raises(VariantError, match="combines"):
+        ~mixed.only("score_mod")
+
+
 def test_only_of_nothing_is_full_attention_and_all_of_it_is_the_variant():
     window = Window(window=3)
     assert window.only("mask_mod") is window and window.without("key_mod") is window
