@@ -256,9 +256,9 @@ MUTANTS = (
     plant("scores are added to those before", "causal", VALUES, PRODUCTS, "step != 0", "1"),
     # Places
     plant("head and row exchanged", "ragged 128", (*VALUES, *NAN), PRODUCER,
-          "panel * kPanelColumns, static_cast<int32_t>(at), head, outer", "panel * kPanelColumns, head, static_cast<int32_t>(at), outer"),
+          "static_cast<int32_t>(at), head, outer", "head, static_cast<int32_t>(at), outer"),
     plant("head and page exchanged", "pages 128", (*VALUES, *NAN), PRODUCER,
-          "panel * kPanelColumns, static_cast<int32_t>(at), head, outer", "panel * kPanelColumns, static_cast<int32_t>(at), outer, head"),
+          "static_cast<int32_t>(at), head, outer", "static_cast<int32_t>(at), outer, head"),
     plant("strides of rows and heads exchanged", "ragged 128", (*VALUES, *NAN, *BOUNDS), MAPS,
           "2 * stride[2 - i]", "2 * stride[i == 0 ? 1 : i == 1 ? 2 : 0]", host=True),
     plant("all panels are the first", "ragged 128", VALUES, PRODUCER, "panel * kPanelColumns,",
