@@ -342,15 +342,18 @@ class ScalarParam:
     dtype: Literal["int64", "float64"]
 
 
-HOOKS = ("query_mod", "key_mod", "value_mod", "score_mod", "mask_mod", "sink", "pointwise",
-         "pointwise_scale", "output_mod")  # fmt: skip
+HOOKS = ("query_mod", "key_scale", "key_mod", "value_scale", "value_mod", "score_mod", "mask_mod",
+         "sink", "pointwise", "pointwise_scale", "output_mod")  # fmt: skip
 """Hook names in canonical order. `sink` (b, h) and `pointwise` (score) come from the normaliser."""
 
-USER_HOOKS = tuple(h for h in HOOKS if h.endswith("_mod"))
+NORMALIZER_HOOKS = ("sink", "pointwise", "pointwise_scale")
+"""Those that come from the normaliser."""
+
+USER_HOOKS = tuple(h for h in HOOKS if h not in NORMALIZER_HOOKS)
 """Hooks that users write themselves, in the same order."""
 
-NORMALIZER_HOOKS = tuple(h for h in HOOKS if not h.endswith("_mod"))
-"""Those that come from the normaliser."""
+SCALED_HOOKS: Mapping[str, str] = {"key_scale": "key_mod", "value_scale": "value_mod"}
+"""Hooks that scale a row of k or v, with the hook that sees the scaled row."""
 
 ROW_HOOKS: Mapping[str, str] = {
     "query_mod": "head_dim",
@@ -366,7 +369,9 @@ TEXT_HOOKS = ("score_mod", "mask_mod", "sink", "pointwise", "pointwise_scale")
 
 HOOK_INPUTS: Mapping[str, tuple[str, ...]] = {
     "query_mod": ("row", "b", "h", "q_idx"),
+    "key_scale": ("b", "kv_h", "kv_idx"),
     "key_mod": ("row", "b", "kv_h", "kv_idx"),
+    "value_scale": ("b", "kv_h", "kv_idx"),
     "value_mod": ("row", "b", "kv_h", "kv_idx"),
     "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
     "mask_mod": ("b", "h", "q_idx", "kv_idx"),
@@ -415,13 +420,13 @@ _OF_REQUEST = ("kv_len", "q_len", "q_row")
 
 
 def keys_read_request(variant: VariantIR) -> bool:
-    """Whether `key_mod` or `value_mod` depends on the request b, or on a length or row of any.
+    """Whether a hook of keys or values depends on the request b, or on a length or row of any.
 
     Keys that a group of requests shares go through these hooks once, with the index of the group
     for b: neither b nor a built-in of b belongs to one of the requests then. The exception is
     ``fa.kv_slot(b, kv_idx)``: the slot of a shared key is the same for all requests of the group.
     """
-    graphs = (variant.hook(h) for h in ("key_mod", "value_mod"))
+    graphs = (variant.hook(h) for pair in SCALED_HOOKS.items() for h in pair)
     return any(g is not None and _reads_request(g) for g in graphs)
 
 

@@ -40,10 +40,8 @@ class FewRow {
   static constexpr int kDim = round_up(Config::kHeadDim, KeyVector<Matrix, Matrix>::kElements);
   static constexpr int kDimV =
       round_up(Config::kHeadDimV, ValueStep<Matrix, Matrix>::kVectors* kLanes);
-  static constexpr bool kKeysInPlace =
-      !Hooks::kKeyMod && kDim == Config::kHeadDim && (same<Matrix, float> || same<K, Matrix>);
-  static constexpr bool kValuesInPlace =
-      !Hooks::kValueMod && kDimV == Config::kHeadDimV && (same<Matrix, float> || same<V, Matrix>);
+  static constexpr bool kKeysInPlace = !Hooks::kKeyMod && kDim == Config::kHeadDim;
+  static constexpr bool kValuesInPlace = !Hooks::kValueMod && kDimV == Config::kHeadDimV;
   static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
 #if FAJIT_AMX
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
@@ -67,8 +65,8 @@ class FewRow {
   static constexpr int kVectorRows = 1;
 
   // Keys that several groups of rows read are converted once, where that costs more than a shift.
-  static constexpr bool kConvertOnce =
-      kKeysInPlace && !same<K, Matrix> && !kPaired<Matrix, K, kDim> && kTileRows > kFewRowGroup;
+  static constexpr bool kConvertOnce = !kTiles && kKeysInPlace && !same<K, Matrix> &&
+                                       !kPaired<Matrix, K, kDim> && kTileRows > kFewRowGroup;
 
   // Element types of K and V as the products read them.
   using Key = Choose<kKeysInPlace, K, Matrix>;

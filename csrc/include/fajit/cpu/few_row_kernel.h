@@ -96,11 +96,25 @@ struct KeyVector<float, bfloat16_t, true> {
   }
 };
 #if defined(__AVX512BF16__)
-template <>
-struct KeyVector<bfloat16_t, bfloat16_t> {
+// 32 values of a row as words of two bf16: rounded once, exact for formats of 8 bits. Products take
+// subnormal values as 0, and so does the rounding.
+template <class T>
+FAJIT_INLINE vi bfloat16_words(const T* p) {
+  if constexpr (same<T, bfloat16_t>) {
+    return load<vi>(p);
+  } else {
+    const vf low = Storage<T>::load(p), high = Storage<T>::load(p + kLanes);
+    vi words;
+    asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(words) : "v"(high), "v"(low));
+    return words;
+  }
+}
+
+template <class Key>
+struct KeyVector<bfloat16_t, Key> {
   static constexpr int kElements = 2 * kLanes;
   vi v;
-  explicit FAJIT_INLINE KeyVector(const bfloat16_t* p) : v(load<vi>(p)) {}
+  explicit FAJIT_INLINE KeyVector(const Key* p) : v(bfloat16_words(p)) {}
   FAJIT_INLINE vf dot(vf acc, const bfloat16_t* q) const {
     return Dot<bfloat16_t>::step(acc, v, load<vi>(q));
   }
@@ -215,14 +229,14 @@ struct ValueStep<float, bfloat16_t, true> {
   }
 };
 #if defined(__AVX512BF16__)
-template <>
-struct ValueStep<bfloat16_t, bfloat16_t> {
+template <class Value>
+struct ValueStep<bfloat16_t, Value> {
   using Weight = bfloat16_t;
   static constexpr int kKeys = 2;
   static constexpr int kVectors = 2;
-  static FAJIT_INLINE void load(const bfloat16_t* even, const bfloat16_t* odd, vi (&x)[2]) {
+  static FAJIT_INLINE void load(const Value* even, const Value* odd, vi (&x)[2]) {
     typedef uint16_t v32 __attribute__((vector_size(64)));
-    const v32 a = fajit::load<v32>(even), b = fajit::load<v32>(odd);
+    const v32 a = (v32)bfloat16_words(even), b = (v32)bfloat16_words(odd);
     const v32 low = {0,  32, 1,  33, 2,  34, 3,  35, 8,  40, 9,  41, 10, 42, 11, 43,
                      16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59};
     x[0] = (vi)__builtin_shuffle(a, b, low);

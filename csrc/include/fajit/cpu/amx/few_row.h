@@ -48,10 +48,11 @@ class PairedValues {
 
   // The next `pairs` pairs.
   FAJIT_INLINE void next(int pairs) {
-    using Step = ValueStep<bfloat16_t, bfloat16_t>;
+    using Value = typename ValueRows::Element;
+    using Step = ValueStep<bfloat16_t, Value>;
     for (; pairs > 0 && left_ > 0; --pairs, --left_) {
-      const bfloat16_t* even = v_(at_ < last_ ? at_ : last_);
-      const bfloat16_t* odd = v_(at_ < last_ ? at_ + 1 : last_);
+      const Value* even = v_(at_ < last_ ? at_ : last_);
+      const Value* odd = v_(at_ < last_ ? at_ + 1 : last_);
       at_ += 2;
 #pragma GCC unroll 8
       for (int d = 0; d < Dim; d += 32) {
@@ -71,19 +72,22 @@ class PairedValues {
   int left_, at_ = 0;
 };
 
-// Rows [n, n + 16) of K for a tile: in place when they are evenly spaced, else copied to `copy`.
+// Rows [n, n + 16) of K for a tile: in place when they are bf16 and evenly spaced, else in `copy`.
 // Rows from `count` on repeat the last row.
 template <int Dim, class KeyRows>
 FAJIT_INLINE TileRows tile_keys(const KeyRows& k, int n, int count, bfloat16_t* copy) {
-  const bfloat16_t* const first = k(n < count ? n : count - 1);
-  if (n + 16 <= count) {
+  if (same<typename KeyRows::Element, bfloat16_t> && n + 16 <= count) {
+    const auto* const first = k(n);
     const int64_t stride = k(n + 1) - first;
     int64_t uneven = 0;
     for (int i = 2; i < 16; ++i) uneven |= (k(n + i) - first) ^ (i * stride);
     if (uneven == 0) return {reinterpret_cast<const char*>(first), stride * 2};
   }
-  for (int i = 0; i < 16; ++i)
-    __builtin_memcpy(copy + i * Dim, k(n + i < count ? n + i : count - 1), Dim * 2);
+  for (int i = 0; i < 16; ++i) {
+    const auto* const row = k(n + i < count ? n + i : count - 1);
+#pragma GCC unroll 8
+    for (int d = 0; d < Dim; d += 32) store(copy + i * Dim + d, bfloat16_words(row + d));
+  }
   return {reinterpret_cast<const char*>(copy), Dim * 2};
 }
 
