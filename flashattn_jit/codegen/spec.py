@@ -66,6 +66,7 @@ STORAGE = (
     StorageDtype("float16", 2, "half_t", "fp16"),
     StorageDtype("int8", 1, "int8_t"),
     StorageDtype("float8_e4m3fn", 1, "e4m3_t", "fp8"),
+    StorageDtype("float8_e5m2", 1, "e5m2_t", "e5m2"),
 )
 
 DTYPE_BYTES = {dtype.name: dtype.bytes for dtype in STORAGE}

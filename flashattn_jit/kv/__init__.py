@@ -6,6 +6,7 @@ of some. Attention itself is `fa.BatchAttention` or `fa.CascadeAttention` over t
 
 from __future__ import annotations
 
+from ..formats import Format, Stored
 from .cache import Cache
 from .metrics import Collector
 from .policy import LFU, LRU, Entry, Policy, Priority, RecomputeCost
@@ -22,6 +23,7 @@ __all__ = [
     "Cache",
     "Collector",
     "Entry",
+    "Format",
     "Group",
     "GroupStats",
     "Policy",
@@ -31,6 +33,7 @@ __all__ = [
     "Spec",
     "Stats",
     "Step",
+    "Stored",
     "Timeline",
     "dead_pages",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ..formats import Stored, unwrap
 from ..torch_modes import is_direct, is_plain
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
@@ -17,8 +18,8 @@ from .torch_ops import as_op
 
 def attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | Stored,
+    v: torch.Tensor | Stored,
     variant: Variant | Callable[..., object] | None = None,
     *,
     scale: checks.Scale | None = None,
@@ -37,9 +38,10 @@ def attention(
         q: [batch, num_q_heads, q_len, head_dim]; float32, bfloat16 or float16 on the CPU, bfloat16
             or float16 (sm_75: float16) on CUDA. Any strides with a contiguous last dim, as for k
             and v. All tensors of a call must be on one device.
-        k: [batch, num_kv_heads, kv_len, head_dim]; q's dtype on CUDA; on the CPU any of q's, int8
-            or float8_e4m3fn. `key_mod` and `value_mod` apply their scales; int8 without them is an
-            error. num_kv_heads divides num_q_heads.
+        k: [batch, num_kv_heads, kv_len, head_dim]; q's dtype on CUDA; on the CPU any of q's, int8,
+            float8_e4m3fn or float8_e5m2, or quantised ones with their scales, `fa.kv.Stored`. int8
+            without scales is an error, unless `key_mod` and `value_mod` apply them. num_kv_heads
+            divides num_q_heads.
         v: [batch, num_kv_heads, kv_len, head_dim_v]; dtypes as for k.
         variant: a `Variant`, a bare FlexAttention ``score_mod`` or ``mask_mod`` (told apart by its
             number of arguments), or None for plain attention.
@@ -80,6 +82,8 @@ def attention(
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
+    if isinstance(k, Stored) or isinstance(v, Stored):
+        k, v, variant = unwrap(k, v, as_variant(variant), params, dense=True)
     given = (q, k, v) if out is None else (q, k, v, out)
     if lse is not None:
         given = (*given, lse)

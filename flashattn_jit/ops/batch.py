@@ -20,8 +20,11 @@ class BatchAttention(BatchBase):
         num_q_heads, num_kv_heads: num_kv_heads divides num_q_heads.
         head_dim, head_dim_v: of q and k, and of v (head_dim by default).
         q_dtype: float32, bfloat16 or float16 on the CPU, bfloat16 or float16 on CUDA.
-        kv_dtype: q_dtype by default; on the CPU also float8_e4m3fn, and int8 where the variant has
-            a `key_mod` and a `value_mod`, which scale it.
+        kv_dtype: q_dtype by default; on the CPU also float8_e4m3fn, float8_e5m2, and int8 where the
+            variant has a `key_mod` and a `value_mod`, which scale it.
+        kv_format: an `fa.kv.Format` in place of kv_dtype, or a pair of one for k and one for v,
+            either of which may be None (then of kv_dtype): runs take `fa.kv.Stored`, codes with
+            their scales. On the CPU only.
         device: of the tensors of runs.
         workspace: uint8 tensor on the device for partial states, at least `Plan.workspace_bytes`
             long; several objects may share one on one stream. Torch's allocator by default.

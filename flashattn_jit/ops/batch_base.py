@@ -14,6 +14,7 @@ import torch
 from .. import _C
 from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, target_on_device
 from ..errors import InputError
+from ..formats import Format, KvFormat, Stored, codes_of, scaled
 from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks
@@ -27,7 +28,7 @@ from .arguments.limits import Limits
 from .keys.key_lists import KeyLists, Lengths, key_lists
 from .keys.mask_bits import BlockBits, FlatBits, TreeBits, flat_params, tree_words
 from .keys.sparsity import Bits, BlockSparse, Sparsity, TokenSparse, Tree
-from .keys.storage import Storage, Stored, read_storage
+from .keys.storage import ReadStorage, Storage, read_storage
 from .launching import batch_run
 from .launching.batch_run import Observed, Pairs, Planned
 from .launching.launches import Workspace
@@ -54,7 +55,7 @@ class Level(NamedTuple):
 
     q_indptr: Array
     tokens: Array | None
-    stored: Stored
+    stored: ReadStorage
     held: tuple[torch.Tensor, ...]
 
 
@@ -71,6 +72,7 @@ class BatchBase:
         head_dim_v: int | None = None,
         q_dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
+        kv_format: KvFormat | None = None,
         device: str | torch.device = "cpu",
         workspace: torch.Tensor | None = None,
         limits: Limits | None = None,
@@ -78,10 +80,13 @@ class BatchBase:
         batch_invariant: bool = False,
         target: str | None = None,
     ) -> None:
-        self._variant = as_variant(variant)
+        self._formats = _read_formats(kv_format, kv_dtype)
+        self._given = as_variant(variant)
+        self._variant = scaled(self._given, *(f is not None for f in self._formats))
         self.pointwise = is_pointwise(self._variant)  # then runs have no lse
         self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
         own = checks.check_device(device)
+        self._kv_dtype = kv_dtype
         kv_dtype = q_dtype if kv_dtype is None else kv_dtype
         for name, dtype, allowed in (
             ("q_dtype", q_dtype, Q_DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES),
@@ -106,18 +111,15 @@ class BatchBase:
                 "fixed buffers, whose sizes follow from the largest batch"
             )
         resolved = target_on_device(own, target)
+        k_dtype, v_dtype = (f.dtype if f else kv_dtype for f in self._formats)
         if not on_cpu(resolved):
-            stand_ins = [
-                torch.empty(0, dtype=d, device="cpu") for d in (q_dtype, kv_dtype, kv_dtype)
-            ]
+            stand_ins = [torch.empty(0, dtype=d, device="cpu") for d in (q_dtype, k_dtype, v_dtype)]
             check_matrix_dtypes(stand_ins, resolved)
-        if wrong := unscaled_integers(
-            present_hooks(self._variant).__contains__, kv_dtype, kv_dtype
-        ):
+        if wrong := unscaled_integers(present_hooks(self._variant).__contains__, k_dtype, v_dtype):
             raise InputError(wrong)
         self._kernels = Kernels(
             Options(
-                num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_dtype, own,
+                num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, k_dtype, v_dtype, own,
                 resolved, limits, cuda_graph, batch_invariant,
             )
         )  # fmt: skip
@@ -137,16 +139,17 @@ class BatchBase:
         made = {
             "num_q_heads": options.num_q_heads, "num_kv_heads": options.num_kv_heads,
             "head_dim": options.head_dim, "head_dim_v": options.head_dim_v,
-            "q_dtype": options.q_dtype, "kv_dtype": options.k_dtype, "device": options.device,
+            "q_dtype": options.q_dtype, "device": options.device,
+            "kv_dtype": self._kv_dtype, "kv_format": self._formats,
             "workspace": self._workspace.given, "limits": options.limits,
             "cuda_graph": options.cuda_graph, "batch_invariant": options.batch_invariant,
             "target": self._target,
         }  # fmt: skip
-        return _made_again, (type(self), self._variant, made)
+        return _made_again, (type(self), self._given, made)
 
     @property
     def variant(self) -> Variant:
-        """What is computed."""
+        """What is computed, with the scales of a kv_format."""
         return self._variant
 
     @property
@@ -159,8 +162,8 @@ class BatchBase:
     def run(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | Stored,
+        v: torch.Tensor | Stored,
         *,
         scale: checks.Scale | None = None,
         return_lse: bool = False,
@@ -176,6 +179,7 @@ class BatchBase:
                 dim, as for k and v.
             k: [num_pages, page_size, num_kv_heads, head_dim] over pages, [num_kv_tokens,
                 num_kv_heads, head_dim] ragged, in kv_dtype. Another layout is a transposed view.
+                With a kv_format an `fa.kv.ReadStorage` of that layout.
             v: likewise, with head_dim_v; its strides may differ from k's.
             scale: multiplies q . k; 1/sqrt(head_dim) by default. A float, or a 0-dim cpu tensor,
                 which each run reads.
@@ -199,7 +203,18 @@ class BatchBase:
         Example:
             >>> out = batch.run(q, k_pages, v_pages)
         """
+        k, v = self._codes(k, v, params)
         return self._run(q, k, v, (), params, scale, return_lse, partial, out, lse)
+
+    def _codes(
+        self, k: torch.Tensor | Stored, v: torch.Tensor | Stored, params: dict[str, object]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v as tensors: codes, whose scales are added to params. Raises InputError."""
+        plain = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+        if plain and self._formats == (None, None):
+            return k, v  # type: ignore[return-value]
+        own_k, own_v = self._formats
+        return codes_of("k", k, own_k, params), codes_of("v", v, own_v, params)
 
     def _run(
         self,
@@ -318,7 +333,7 @@ class BatchBase:
     def _planned_now(
         self,
         q_indptr: torch.Tensor,
-        stored: Stored,
+        stored: ReadStorage,
         levels: Sequence[Level],
         sparsity: Sparsity | None,
         q_offset: Offset,
@@ -446,11 +461,28 @@ def by_number(number: int) -> BatchBase:
     return found
 
 
+def _read_formats(
+    kv_format: KvFormat | None, kv_dtype: torch.dtype | None
+) -> tuple[Format | None, Format | None]:
+    """The formats of keys and of values. Raises InputError."""
+    if kv_format is None:
+        return None, None
+    pair = kv_format if isinstance(kv_format, tuple) else (kv_format, kv_format)
+    if len(pair) != 2 or not all(f is None or isinstance(f, Format) for f in pair):
+        raise InputError(
+            f"kv_format={checks.shown(kv_format)} must be an fa.kv.Format, or a pair of one for k "
+            "and one for v, None for values that are not quantised"
+        )
+    if kv_dtype is not None and None not in pair:
+        raise InputError("kv_format says the dtypes of codes; give no kv_dtype beside it")
+    return pair
+
+
 def _made_again(kind: type[BatchBase], variant: Variant, options: Mapping[str, Any]) -> BatchBase:
     return kind(variant, **options)
 
 
-def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:
+def _keys(stored: ReadStorage, levels: Sequence[Level]) -> Keys:
     """The storage of all keys: the requests' own pages, then those of each level."""
     parts = [stored, *(level.stored for level in levels)]
     page_size = max(p.page_size for p in parts)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import InputError, VariantError
+from ..formats import Stored
 from ..torch_modes import on_host
 from ..variants.binding import Bound
 from ..variants.ir.ir import keys_read_request
@@ -110,8 +111,8 @@ class CascadeAttention(BatchBase):
     def run(
         self,
         q: torch.Tensor,
-        k: torch.Tensor | Sequence[tuple[torch.Tensor, torch.Tensor]],
-        v: torch.Tensor | None = None,
+        k: torch.Tensor | Stored | Sequence[tuple[torch.Tensor, torch.Tensor]],
+        v: torch.Tensor | Stored | None = None,
         *,
         scale: checks.Scale | None = None,
         return_lse: bool = False,
@@ -131,6 +132,8 @@ class CascadeAttention(BatchBase):
             k: the keys of all levels, or a sequence of (k, v).
             v: the values of all levels; None with a sequence.
 
+        With a kv_format k and v are `fa.kv.Stored`, and all levels have one k and v.
+
         Returns:
             As `BatchAttention.run`.
 
@@ -142,8 +145,14 @@ class CascadeAttention(BatchBase):
             >>> out = cascade.run(q, [(k_prefix, v_prefix), (k_pages, v_pages)])
         """
         more: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if v is None or not isinstance(k, torch.Tensor):
+        if v is None or not isinstance(k, torch.Tensor | Stored):
             (k, v), *more = _pairs(k, v)
+            if more and any(isinstance(x, Stored) for pair in ((k, v), *more) for x in pair):
+                raise InputError(
+                    "levels with keys and values of their own cannot be quantised; put all keys "
+                    "into one k and v"
+                )
+        k, v = self._codes(k, v, params)
         return self._run(q, k, v, more, params, scale, return_lse, partial, out, lse)
 
     def _check_variant(self, batch: Batch, bound: Bound) -> None:
@@ -157,7 +166,7 @@ class CascadeAttention(BatchBase):
 
 def _pairs(k: object, v: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A sequence of (k, v). Raises InputError for anything else."""
-    pairs = [] if isinstance(k, torch.Tensor) or not isinstance(k, Sequence) else list(k)
+    pairs = [] if isinstance(k, torch.Tensor | Stored) or not isinstance(k, Sequence) else list(k)
     fit = all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs)
     if not pairs or not fit or v is not None:
         raise InputError(

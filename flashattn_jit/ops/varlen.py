@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..errors import InputError
+from ..formats import Stored, unwrap
 from ..torch_modes import is_direct, is_plain, outside_modes
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
@@ -19,8 +20,8 @@ from .torch_ops import as_op
 
 def varlen_attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | Stored,
+    v: torch.Tensor | Stored,
     q_indptr: torch.Tensor,
     kv_indptr: torch.Tensor,
     variant: Variant | Callable[..., object] | None = None,
@@ -40,7 +41,7 @@ def varlen_attention(
 
     Args:
         q: [num_q_tokens, num_q_heads, head_dim]; dtypes and strides as for `attention`.
-        k: [num_kv_tokens, num_kv_heads, head_dim].
+        k: [num_kv_tokens, num_kv_heads, head_dim], or an `fa.kv.Stored` of that layout.
         v: [num_kv_tokens, num_kv_heads, head_dim_v].
         q_indptr: int32 or int64 cpu tensor [num_requests + 1], ascending from 0 to num_q_tokens.
         kv_indptr: likewise for keys.
@@ -61,6 +62,8 @@ def varlen_attention(
     Example:
         >>> out = fa.varlen_attention(q, k, v, q_indptr, kv_indptr, fa.Causal())
     """
+    if isinstance(k, Stored) or isinstance(v, Stored):
+        k, v, variant = unwrap(k, v, as_variant(variant), params, dense=False)
     given = (q, k, v) if out is None else (q, k, v, out)
     if lse is not None:
         given = (*given, lse)

@@ -18,7 +18,7 @@ from ...torch_modes import is_capturing
 from ..arguments.calls import host_array
 from ..arguments.checks import check_int
 from .paged import PAGE_SIZE_RULE, Paged
-from .storage import Storage, Stored, read_storage
+from .storage import ReadStorage, Storage, read_storage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +100,7 @@ def _divided(paged: Paged, level: int | None, size: int, device: torch.device) -
     )
 
 
-def _check_lengths(stored: Stored, level: int | None) -> None:
+def _check_lengths(stored: ReadStorage, level: int | None) -> None:
     """Raises InputError for wrong lengths, which `_C.BatchLengths` checks, without queries."""
     empty = [torch.zeros(n, dtype=torch.int64, device="cpu") for n in (0, 1, len(stored.held[0]))]
     none, zero, rows = (host_array("zeros", t)[0] for t in empty)

@@ -21,7 +21,7 @@ from .paged import PAGE_SIZE_RULE, Paged
 
 NativeStorage = tuple[Array | None, Array | None, Array | None, int, int, bool]
 """kv_indptr; page_indptr, last_page_len; page_size (0: ragged); page indices; whether the keys are
-elsewhere, see `Stored.elsewhere`."""
+elsewhere, see `ReadStorage.elsewhere`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class Ragged:
 Storage = Ragged | Paged
 
 
-class Stored(NamedTuple):
+class ReadStorage(NamedTuple):
     """A storage as the planner reads it.
 
     page_indices: contiguous int32 on the device of the keys. pages: (0 or a negative entry, the
@@ -59,10 +59,10 @@ class Stored(NamedTuple):
     pages: tuple[int, int] | None
     held: tuple[torch.Tensor, ...]
 
-    def elsewhere(self) -> Stored:
+    def elsewhere(self) -> ReadStorage:
         """The storage for a plan that counts these keys in lengths and positions alone."""
         none = torch.zeros(1, dtype=torch.int32, device="cpu")
-        return Stored((*self.native[:5], True), 0, None, None, (none, *self.held))
+        return ReadStorage((*self.native[:5], True), 0, None, None, (none, *self.held))
 
     @property
     def is_elsewhere(self) -> bool:
@@ -75,14 +75,14 @@ class Stored(NamedTuple):
         return int(self.held[0][-1]) if self.page_size and len(self.held[0]) else 0
 
 
-def read_storage(storage: Storage, device: torch.device, where: str = "") -> Stored:
+def read_storage(storage: Storage, device: torch.device, where: str = "") -> ReadStorage:
     """The storage with dtypes, devices and shapes checked; the planner checks lengths.
 
     where: the level of shared keys, a prefix of tensor names in messages. Raises InputError.
     """
     if isinstance(storage, Ragged):
         array, tensor = host_array(f"{where}kv_indptr", storage.kv_indptr)
-        return Stored((array, None, None, 0, 0, False), 0, None, None, (tensor,))
+        return ReadStorage((array, None, None, 0, 0, False), 0, None, None, (tensor,))
     if not isinstance(storage, Paged):
         raise InputError(
             f"{where}storage must be an fa.Paged or an fa.Ragged, got {type(storage).__name__}"
@@ -112,7 +112,7 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
         )
     indices = (given if given.dtype is torch.int32 else given.to(torch.int32)).contiguous()
     native = (None, indptr, last, size, indices.numel(), False)
-    return Stored(native, size, indices, pages, (held_indptr, held_last))
+    return ReadStorage(native, size, indices, pages, (held_indptr, held_last))
 
 
 def read_indices(name: str, indices: object, device: torch.device, shape: str = "") -> torch.Tensor:

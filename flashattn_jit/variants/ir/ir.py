@@ -342,18 +342,15 @@ class ScalarParam:
     dtype: Literal["int64", "float64"]
 
 
-HOOKS = ("query_mod", "key_scale", "key_mod", "value_scale", "value_mod", "score_mod", "mask_mod",
-         "sink", "pointwise", "pointwise_scale", "output_mod")  # fmt: skip
+HOOKS = ("query_mod", "key_mod", "value_mod", "score_mod", "mask_mod", "sink", "pointwise",
+         "pointwise_scale", "output_mod")  # fmt: skip
 """Hook names in canonical order. `sink` (b, h) and `pointwise` (score) come from the normaliser."""
 
-NORMALIZER_HOOKS = ("sink", "pointwise", "pointwise_scale")
-"""Those that come from the normaliser."""
-
-USER_HOOKS = tuple(h for h in HOOKS if h not in NORMALIZER_HOOKS)
+USER_HOOKS = tuple(h for h in HOOKS if h.endswith("_mod"))
 """Hooks that users write themselves, in the same order."""
 
-SCALED_HOOKS: Mapping[str, str] = {"key_scale": "key_mod", "value_scale": "value_mod"}
-"""Hooks that scale a row of k or v, with the hook that sees the scaled row."""
+NORMALIZER_HOOKS = tuple(h for h in HOOKS if not h.endswith("_mod"))
+"""Those that come from the normaliser."""
 
 ROW_HOOKS: Mapping[str, str] = {
     "query_mod": "head_dim",
@@ -369,9 +366,7 @@ TEXT_HOOKS = ("score_mod", "mask_mod", "sink", "pointwise", "pointwise_scale")
 
 HOOK_INPUTS: Mapping[str, tuple[str, ...]] = {
     "query_mod": ("row", "b", "h", "q_idx"),
-    "key_scale": ("b", "kv_h", "kv_idx"),
     "key_mod": ("row", "b", "kv_h", "kv_idx"),
-    "value_scale": ("b", "kv_h", "kv_idx"),
     "value_mod": ("row", "b", "kv_h", "kv_idx"),
     "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
     "mask_mod": ("b", "h", "q_idx", "kv_idx"),
@@ -420,13 +415,13 @@ _OF_REQUEST = ("kv_len", "q_len", "q_row")
 
 
 def keys_read_request(variant: VariantIR) -> bool:
-    """Whether a hook of keys or values depends on the request b, or on a length or row of any.
+    """Whether `key_mod` or `value_mod` depends on the request b, or on a length or row of any.
 
     Keys that a group of requests shares go through these hooks once, with the index of the group
     for b: neither b nor a built-in of b belongs to one of the requests then. The exception is
     ``fa.kv_slot(b, kv_idx)``: the slot of a shared key is the same for all requests of the group.
     """
-    graphs = (variant.hook(h) for pair in SCALED_HOOKS.items() for h in pair)
+    graphs = (variant.hook(h) for h in ("key_mod", "value_mod"))
     return any(g is not None and _reads_request(g) for g in graphs)
 
 

@@ -19,6 +19,7 @@ from ..ir.ir import HOOK_INPUTS, ROW_HOOKS, Graph, VariantIR
 from . import pair, row
 from .block import straight_line
 from .expressions import TAG, Uniforms, arguments, literal
+from .row_scale import row_scale
 
 _FLAGS = {
     "kScore": "score_mod",
@@ -31,6 +32,8 @@ _FLAGS = {
     "kPointwise": "pointwise",
     "kPointwiseScale": "pointwise_scale",
 }
+_SCALED = {"key_scale": "key_mod", "value_scale": "value_mod"}
+_SCALE_FLAGS = {"kKeyScale": "key_scale", "kValueScale": "value_scale"}
 
 
 Backend = Literal["cpu", "cuda"]
@@ -43,6 +46,12 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
     flags = [
         f"  static constexpr bool {flag} = {literal(variant.has(hook), 'bool')};"
         for flag, hook in _FLAGS.items()
+    ]
+    scales = _row_scales(variant) if backend == "cpu" else {}
+    flags += [
+        f"  static constexpr bool {flag} = {literal(hook in scales, 'bool')};"
+        for flag, hook in _SCALE_FLAGS.items()
+        if backend == "cpu"
     ]
     uniforms = Uniforms() if backend == "cuda" else None
     rows = _row_hooks(variant, uniforms)
@@ -58,9 +67,27 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
     if uniforms is not None:
         parts.insert(1, uniforms.text())
     parts += [text for text, _ in rows]
+    parts += [_scale_function(variant, hook, graph) for hook, graph in scales.items()]
     parts.append(_classify(variant, declare))
     body = "\n\n".join(p for p in parts if p)
     return f"struct Hooks {{\n{body}\n}};\n"
+
+
+def _row_scales(variant: VariantIR) -> dict[str, Graph]:
+    """The factors of hooks that do no more than multiply a row of k or v by one number."""
+    found = ((scale, row_scale(variant.hook(hook))) for scale, hook in _SCALED.items())
+    return {scale: graph for scale, graph in found if graph is not None}
+
+
+def _scale_function(variant: VariantIR, scale: str, graph: Graph) -> str:
+    """`key_scale` or `value_scale`: the factors of a vector of keys."""
+    lines, value = straight_line(graph, variant.tensors, f"{scale}_", None)
+    listed = "int32_t b, int32_t kv_h, vi kv_idx".replace(", ", ", [[maybe_unused]] ")
+    body = "".join(f"    {line}\n" for line in lines)
+    return (
+        f"  static vf {scale}([[maybe_unused]] const Context& c, [[maybe_unused]] {listed}) {{\n"
+        f"{body}    return ops::widen<vf>({value});\n  }}"
+    )
 
 
 def _row_hooks(variant: VariantIR, uniforms: Uniforms | None) -> list[tuple[str, int]]:

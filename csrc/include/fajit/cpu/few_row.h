@@ -11,8 +11,8 @@
 // On AMX, products of bf16 with more than one row use AMX tiles (amx/few_row.h), and kTileQ is up
 // to 32.
 //
-// Rows of K or V are copied to a buffer only when a key_mod or value_mod changes them, or when the
-// head dim does not fill vectors (a load would reach past the row).
+// Rows of K or V are copied to a buffer only when a key_mod or value_mod does more than scale them,
+// or when the head dim does not fill vectors (a load would reach past the row).
 #pragma once
 #include <fajit/cpu/few_row_kernel.h>
 #if FAJIT_AMX
@@ -40,8 +40,13 @@ class FewRow {
   static constexpr int kDim = round_up(Config::kHeadDim, KeyVector<Matrix, Matrix>::kElements);
   static constexpr int kDimV =
       round_up(Config::kHeadDimV, ValueStep<Matrix, Matrix>::kVectors* kLanes);
-  static constexpr bool kKeysInPlace = !Hooks::kKeyMod && kDim == Config::kHeadDim;
-  static constexpr bool kValuesInPlace = !Hooks::kValueMod && kDimV == Config::kHeadDimV;
+  // A hook that multiplies rows by one number scales the scores or the weights instead.
+  static constexpr bool kScaleScores = Hooks::kKeyScale && kDim == Config::kHeadDim;
+  static constexpr bool kScaleWeights = Hooks::kValueScale && kDimV == Config::kHeadDimV;
+  static constexpr bool kKeysInPlace =
+      kScaleScores || (!Hooks::kKeyMod && kDim == Config::kHeadDim);
+  static constexpr bool kValuesInPlace =
+      kScaleWeights || (!Hooks::kValueMod && kDimV == Config::kHeadDimV);
   static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
 #if FAJIT_AMX
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
@@ -108,6 +113,7 @@ class FewRow {
                                               : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
         pairs_(carver.take<int32_t>(kTiles ? uint64_t{kTileKv} / 2 * kDimV : 0)),
+        value_scales_(carver.take<float>(kScaleWeights ? kTileKv : 0)),
         base_(carver.take<float>(kMaxHeads * kPaddedRows)),
         sums_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kLanes)),
         h_(carver.take<int32_t>(kMaxHeads * kPaddedRows)),
@@ -348,11 +354,18 @@ class FewRow {
       const vi inside = iota() + j * kLanes < keys;
       stream.next(1);
       const vi kv_idx = kv_.positions(j * kLanes, inside, keys - 1);
+      [[maybe_unused]] vf key_scale, value_scale;
+      if constexpr (kScaleScores) key_scale = Hooks::key_scale(c_, b, kv_h, kv_idx);
+      if constexpr (kScaleWeights) {
+        value_scale = Hooks::value_scale(c_, b, kv_h, kv_idx);
+        store(value_scales_ + j * kLanes, value_scale);
+      }
       [[maybe_unused]] Keys key;
       if constexpr (kPairHooks && !kKeysOfRows) key = Hooks::keys(c_, b, kv_h, kv_idx);
       for (int r = 0; r < count; ++r) {
         float* s = s_ + r * kTileKv + j * kLanes;
         vf x = load(s);
+        if constexpr (kScaleScores) x *= key_scale;
         if constexpr (kPairHooks && kKeysOfRows)
           if (r == 0 || b_[r] != b_[r - 1]) key = Hooks::keys(c_, b_[r], kv_h, kv_idx);
         if constexpr (Hooks::kScore) x = Hooks::score(c_, x, head.rows[r], key);
@@ -365,6 +378,7 @@ class FewRow {
         if constexpr (Hooks::kMask)
           if (masked) x = select(Hooks::mask(c_, head.rows[r], key), x, hidden);
         x = select(inside, x, hidden);
+        if constexpr (kScaleWeights && Hooks::kPointwise) x *= value_scale;
         store(s, x);
         top[r] = max(top[r], x);
       }
@@ -396,7 +410,7 @@ class FewRow {
       float* s = s_ + r * kTileKv + j * kLanes;
       const vf x = weight_exp2<float>((load(s) - base) * kToBase2<Hooks>);
       sum += x;
-      store(s, x);
+      store(s, kScaleWeights ? x * load(value_scales_ + j * kLanes) : x);
     }
     store(head.sums + r * kLanes, sum);
   }
@@ -436,6 +450,7 @@ class FewRow {
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
   int32_t* pairs_;  // [pair of keys][kDimV] of V, for AMX tiles
+  float* value_scales_;  // [key] of one head
   float* base_;     // [head][row], in the units of scores
   float* sums_;     // [head][row][lane]: partial sums of weights
   int32_t* h_;      // [head][row]

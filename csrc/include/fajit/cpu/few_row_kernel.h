@@ -96,12 +96,33 @@ struct KeyVector<float, bfloat16_t, true> {
   }
 };
 #if defined(__AVX512BF16__)
-// 32 values of a row as words of two bf16: rounded once, exact for formats of 8 bits. Products take
-// subnormal values as 0, and so does the rounding.
+typedef uint16_t v32 __attribute__((vector_size(64)));
+
+// 32 floats of 8 bits as bf16, which has Shift more bits of mantissa and a larger exponent by
+// `bias`. Magnitudes from `special` to 127, then those from 0 to `subnormal`, come from `table`.
+template <int Shift, uint16_t bias, uint16_t special, uint16_t subnormal>
+FAJIT_INLINE vi small_float_words(const void* p, v32 table) {
+  v32 w;
+  asm("vpmovzxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char(*)[32]>(p)));
+  const v32 entry = (w - special) & uint16_t{127};
+  const v32 normal = ((w & uint16_t{127}) << Shift) + uint16_t(bias << 7);
+  constexpr uint16_t entries = 129 - special + subnormal;
+  const v32 magnitude = entry < entries ? __builtin_shuffle(table, entry) : normal;
+  return (vi)(magnitude | ((w << 8) & uint16_t{0x8000}));
+}
+
+// 32 values of a row as words of two bf16, exact for integers and floats of 8 bits, else rounded
+// once. Products take subnormal bf16 as 0, and so does the rounding.
 template <class T>
 FAJIT_INLINE vi bfloat16_words(const T* p) {
   if constexpr (same<T, bfloat16_t>) {
     return load<vi>(p);
+  } else if constexpr (same<T, e4m3_t>) {
+    constexpr v32 table = {0x7fc0, 0,      0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    return small_float_words<4, 120, 127, 7>(p, table);
+  } else if constexpr (same<T, e5m2_t>) {
+    constexpr v32 table = {0x7f80, 0x7fc0, 0x7fc0, 0x7fc0, 0, 0x3780, 0x3800, 0x3840};
+    return small_float_words<5, 112, 124, 3>(p, table);
   } else {
     const vf low = Storage<T>::load(p), high = Storage<T>::load(p + kLanes);
     vi words;
@@ -235,7 +256,6 @@ struct ValueStep<bfloat16_t, Value> {
   static constexpr int kKeys = 2;
   static constexpr int kVectors = 2;
   static FAJIT_INLINE void load(const Value* even, const Value* odd, vi (&x)[2]) {
-    typedef uint16_t v32 __attribute__((vector_size(64)));
     const v32 a = (v32)bfloat16_words(even), b = (v32)bfloat16_words(odd);
     const v32 low = {0,  32, 1,  33, 2,  34, 3,  35, 8,  40, 9,  41, 10, 42, 11, 43,
                      16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59};
@@ -331,7 +351,7 @@ FAJIT_INLINE void few_values_part(const Values& values, int d, int count, const 
 // all parts.
 template <int Dim, int NR>
 struct ValueParts {
-  static constexpr int vectors = Dim / kLanes, most = 8 / NR;
+  static constexpr int vectors = Dim / kLanes, most = (FAJIT_AVX == 512 ? 16 : 8) / NR;
   static constexpr int NV = vectors < most ? vectors : most;
   static constexpr int whole = vectors / NV, rest = vectors % NV;
   static constexpr int chunk = 16, count = whole + (rest > 0);

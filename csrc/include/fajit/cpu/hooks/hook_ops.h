@@ -11,15 +11,27 @@ namespace ops {
 
 // --- loads ---------------------------------------------------------------------------------------
 
+// Half of the lanes of a vl, which fill a register: gcc 12 computes comparisons and choices of wider
+// vectors lane by lane.
+typedef int64_t half_l __attribute__((vector_size(sizeof(vl) / 2)));
+template <class F> FAJIT_INLINE vl each_half(vl x, F f) {
+  half_l half[2];
+  __builtin_memcpy(half, &x, sizeof x);
+  half[0] = f(half[0]);
+  half[1] = f(half[1]);
+  __builtin_memcpy(&x, half, sizeof x);
+  return x;
+}
+
 // The element offset of one index: negative indices wrap, others are clamped into the tensor.
 template <bool Unit, class I> FAJIT_INLINE auto offset(const fajit_tensor& t, int dim, I index) {
   const int64_t size = t.sizes[dim], stride = Unit ? 1 : t.strides[dim];
   if constexpr (is_vector<I>) {
-    vl i = cast<dt::i32, dt::i64>(index);
-    i = i < 0 ? i + size : i;
-    i = i > size - 1 ? widen<vl>(size - 1) : i;
-    i = i < 0 ? vl{} : i;
-    return vl(i * stride);
+    return each_half(cast<dt::i32, dt::i64>(index), [=](half_l i) __attribute__((always_inline)) {
+      i += i < 0 ? half_l{} + size : half_l{};
+      i = i < size ? i : half_l{} + (size - 1);
+      return half_l((i < 0 ? half_l{} : i) * stride);
+    });
   } else {
     int64_t i = int64_t(index);
     i = i < 0 ? i + size : i;
@@ -78,16 +90,34 @@ FAJIT_INLINE int64_t paged_slot(const Context& c, int32_t r, int64_t kv_idx) {
   // An invalid page index must not give an invalid slot.
   return int64_t(named >= 0 && named < a.num_pages ? named : 0) * a.page_size + n % a.page_size;
 }
+// The slots of a vector of keys of one request, as paged_slot has them.
+FAJIT_INLINE vl paged_slots(const Context& c, int32_t r, vi kv_idx) {
+  const fajit_args& a = *c.args;
+  const int32_t first = a.kv_first == nullptr ? 0 : a.kv_first[r];
+  const vi there = (kv_idx >= first) & (kv_idx < a.kv_len[r]);
+  if (!any(there)) return vl{};
+  const vi n = there ? kv_idx - first : vi{};
+  const int shift = __builtin_ctz(a.page_size);
+  const vi page = a.page_size == 1 << shift ? n >> shift : truncdiv_vi(n, vi{} + a.page_size);
+  const auto wide = [](vi x) { return __builtin_convertvector(x, vl); };
+  const vi named = gather32(a.page_indices + a.page_indptr[r], wide(page));
+  const vi valid = (named >= 0) & (named < a.num_pages) ? named : vi{};
+  const vi at = n - page * a.page_size;
+  return wide(there ? valid : vi{}) * a.page_size + wide(there ? at : vi{});
+}
 template <class B, class K>
 FAJIT_INLINE auto kv_slot(const Context& c, B b, K kv_idx) {
   // The request whose storage holds the key: where rows of several requests share keys, that of the
   // keys.
   const auto owner = [&](int64_t r) { return c.kv_request >= 0 ? c.kv_request : request(c, r); };
-  const auto key = cast<dt::i32, dt::i64>(kv_idx);
-  if (c.args->page_indptr != nullptr)
-    return each_lane([&](int64_t r, int64_t k) { return paged_slot(c, owner(r), k); },
-                     cast<dt::i32, dt::i64>(b), key);
-  return add(key, each_lane([&](int64_t r) { return int64_t{c.args->kv_token0[owner(r)]}; }, b));
+  if (c.args->page_indptr != nullptr) {
+    if constexpr (same<K, vi> && !is_vector<B>) return paged_slots(c, owner(b), kv_idx);
+    else
+      return each_lane([&](int64_t r, int64_t k) { return paged_slot(c, owner(r), k); },
+                       cast<dt::i32, dt::i64>(b), cast<dt::i32, dt::i64>(kv_idx));
+  }
+  const auto of_request = [&](int64_t r) { return int64_t{c.args->kv_token0[owner(r)]}; };
+  return add(cast<dt::i32, dt::i64>(kv_idx), each_lane(of_request, b));
 }
 
 // --- reductions over a row -----------------------------------------------------------------------
