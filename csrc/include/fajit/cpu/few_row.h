@@ -274,8 +274,8 @@ class FewRow {
     };
     const auto multiply_converted = [&]() __attribute__((always_inline)) {
       for (int n = 0; n < keys; ++n)
-        convert_key<Config, Hooks, kDim>(c_, b, kv_h, kv_.position(n), k_src(n),
-                                         k_rows_ + n * kDim);
+        convert_key<Config, Hooks, kDim, !kKeysInPlace>(c_, b, kv_h, kv_.position(n), k_src(n),
+                                                        k_rows_ + n * kDim);
       multiply(StridedRows<Matrix>{k_rows_, kDim});
     };
     if constexpr (!kKeysInPlace) {
@@ -449,11 +449,11 @@ class FewRow {
   int32_t* qt_;     // [head][block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
-  int32_t* pairs_;  // [pair of keys][kDimV] of V, for AMX tiles
+  int32_t* pairs_;       // [pair of keys][kDimV] of V, for AMX tiles
   float* value_scales_;  // [key] of one head
-  float* base_;     // [head][row], in the units of scores
-  float* sums_;     // [head][row][lane]: partial sums of weights
-  int32_t* h_;      // [head][row]
+  float* base_;          // [head][row], in the units of scores
+  float* sums_;          // [head][row][lane]: partial sums of weights
+  int32_t* h_;           // [head][row]
   int32_t* q_idx_;
   Rows* rows_;  // [head][row]
   int32_t* b_;  // request of each row, indirect kernels only

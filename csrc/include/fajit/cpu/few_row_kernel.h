@@ -103,7 +103,7 @@ typedef uint16_t v32 __attribute__((vector_size(64)));
 template <int Shift, uint16_t bias, uint16_t special, uint16_t subnormal>
 FAJIT_INLINE vi small_float_words(const void* p, v32 table) {
   v32 w;
-  asm("vpmovzxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char(*)[32]>(p)));
+  asm("vpmovzxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char (*)[32]>(p)));
   const v32 entry = (w - special) & uint16_t{127};
   const v32 normal = ((w & uint16_t{127}) << Shift) + uint16_t(bias << 7);
   constexpr uint16_t entries = 129 - special + subnormal;
@@ -118,7 +118,7 @@ FAJIT_INLINE vi bfloat16_words(const T* p) {
   if constexpr (same<T, bfloat16_t>) {
     return load<vi>(p);
   } else if constexpr (same<T, e4m3_t>) {
-    constexpr v32 table = {0x7fc0, 0,      0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    constexpr v32 table = {0x7fc0, 0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
     return small_float_words<4, 120, 127, 7>(p, table);
   } else if constexpr (same<T, e5m2_t>) {
     constexpr v32 table = {0x7f80, 0x7fc0, 0x7fc0, 0x7fc0, 0, 0x3780, 0x3800, 0x3840};

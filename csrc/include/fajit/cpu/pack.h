@@ -39,12 +39,14 @@ FAJIT_INLINE void convert_query(const Context& c, const fajit_work& w, const Pac
     if constexpr (Hooks::kQueryMod) Hooks::query_mod(c, x, y, row.b, row.h, row.q_idx);
   });
 }
-template <class Config, class Hooks, int Padded>
+// Modified: whether key_mod applies; kernels that scale scores instead convert the row alone.
+template <class Config, class Hooks, int Padded, bool Modified = true>
 FAJIT_INLINE void convert_key(const Context& c, int32_t b, int32_t kv_h, int32_t kv_idx,
                               const typename Config::K* src, typename Config::Matrix* dst) {
-  convert_row<Hooks::kKeyMod, Config::kHeadDim, Padded>(src, dst, [&](const float* x, float* y) {
-    if constexpr (Hooks::kKeyMod) Hooks::key_mod(c, x, y, b, kv_h, kv_idx);
-  });
+  convert_row<Modified && Hooks::kKeyMod, Config::kHeadDim, Padded>(
+      src, dst, [&](const float* x, float* y) {
+        if constexpr (Modified && Hooks::kKeyMod) Hooks::key_mod(c, x, y, b, kv_h, kv_idx);
+      });
 }
 template <class Config, class Hooks, int Padded>
 FAJIT_INLINE void convert_value(const Context& c, int32_t b, int32_t kv_h, int32_t kv_idx,

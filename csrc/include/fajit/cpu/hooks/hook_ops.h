@@ -11,8 +11,8 @@ namespace ops {
 
 // --- loads ---------------------------------------------------------------------------------------
 
-// Half of the lanes of a vl, which fill a register: gcc 12 computes comparisons and choices of wider
-// vectors lane by lane.
+// Half of the lanes of a vl, which fill a register: gcc 12 computes comparisons and choices of
+// wider vectors lane by lane.
 typedef int64_t half_l __attribute__((vector_size(sizeof(vl) / 2)));
 template <class F> FAJIT_INLINE vl each_half(vl x, F f) {
   half_l half[2];

@@ -12,9 +12,7 @@ struct bfloat16_t { uint16_t bits; };
 struct e4m3_t {  // float8_e4m3fn: no infinities, NaN is 0x7f
   uint8_t bits;
 };
-struct e5m2_t {
-  uint8_t bits;
-};
+struct e5m2_t { uint8_t bits; };
 
 typedef uint8_t vb __attribute__((vector_size(FAJIT_LANES)));
 typedef int8_t vs __attribute__((vector_size(FAJIT_LANES)));

@@ -1,0 +1,261 @@
+"""Attention over `fa.kv.Stored` keys and values, against the dequantised values in fp64."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.errors import InputError
+from flashattn_jit.variants.reference import attention_reference, varlen_reference
+from tests.batch.batches import indptr
+from tests.harness.rotation import other_target, turn
+from tests.ops.cases import HOST_TARGETS, assert_close, normal
+
+HQ, HKV, KEYS = 4, 2, 70
+CODES = ("int8", "e4m3", "e5m2")
+SCALES = ("tensor", "head", "token_head")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Format, Stored = fa.kv.Format, fa.kv.Stored
+FORMATS = [
+    Format(code, scale, DTYPES[i % 3])
+    for i, (code, scale) in enumerate(itertools.product(CODES, SCALES))
+]
+INT8 = Format("int8")
+# Masks, hooks that see scaled rows, another normaliser: (variant, head_dim, head_dim_v).
+VARIANTS: list[tuple[Any, int, int]] = [
+    (None, 64, 64),
+    (fa.Causal() & fa.SoftCap(5.0), 64, 64),
+    (fa.SlidingWindow(20) & fa.RoPE(), 64, 64),  # rotates keys after they are scaled
+    (fa.Sigmoid() & fa.Causal(), 64, 64),
+    (fa.ALiBi() & fa.Causal(), 40, 24),  # rows that do not fill vectors
+    (fa.variant(value_mod=lambda row, b, kv_h, kv_idx: row * 0.5), 128, 64),
+]
+
+
+def dense(q_len: int, dim: int, dim_v: int) -> tuple[torch.Tensor, ...]:
+    sizes = ((3, HQ, q_len, dim), (3, HKV, KEYS, dim), (3, HKV, KEYS, dim_v))
+    return tuple(normal(i, *size) for i, size in enumerate(sizes))
+
+
+def named(kv_format: fa.kv.Format) -> str:
+    return f"{kv_format.code}-{kv_format.scale}"
+
+
+@pytest.mark.parametrize(
+    ("variant", "kv_format"),
+    [(i, f) for i in range(len(VARIANTS)) for f in turn(i, FORMATS)],
+    ids=lambda x: named(x) if isinstance(x, Format) else str(x),
+)
+def test_dense_calls(kv_format: fa.kv.Format, variant: int) -> None:
+    chosen, dim, dim_v = VARIANTS[variant]
+    for i, q_len in enumerate((1, 3, 40)):
+        number = i + 3 * variant + 7 * FORMATS.index(kv_format)
+        dtype, target = DTYPES[number % 3], HOST_TARGETS[number % len(HOST_TARGETS)]
+        q, k, v = dense(q_len, dim, dim_v)
+        q = q.to(dtype)
+        k, v = (kv_format.quantize(x, heads_dim=1) for x in (k, v))
+        out = fa.attention(q, k, v, chosen, q_offset="end", target=target)
+        exact, eager = (
+            attention_reference(
+                q, k.dequantize(), v.dequantize(), chosen, q_offset="end", dtype=t
+            )[0]
+            for t in (torch.float64, dtype)
+        )  # fmt: skip
+        assert_close(out, exact, eager)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("kv_format", turn(20, FORMATS), ids=named)
+@pytest.mark.parametrize("target", [HOST_TARGETS[-1], other_target()])
+def test_batches_over_pages_and_packed_rows(target, kv_format, page_size) -> None:
+    lengths, q_lens = (45, 1, 33), (1, 1, 20)
+    order = torch.randperm(60 * 5 // page_size, generator=torch.Generator().manual_seed(3))
+    counts = [-(-n // page_size) for n in lengths]
+    paged = fa.Paged(
+        indptr(counts), order[: sum(counts)].int(),
+        torch.tensor([n - (c - 1) * page_size for n, c in zip(lengths, counts, strict=True)]),
+        page_size,
+    )  # fmt: skip
+    dtype = DTYPES[(page_size + FORMATS.index(kv_format)) % 3]
+    q = normal(0, sum(q_lens), HQ, 64).to(dtype)
+    pages = [kv_format.quantize(normal(i, len(order), page_size, HKV, 64)) for i in (1, 2)]
+    batch = fa.BatchAttention(
+        fa.Causal(), num_q_heads=HQ, num_kv_heads=HKV, head_dim=64, q_dtype=dtype,
+        kv_format=kv_format, target=target,
+    )  # fmt: skip
+    batch.plan(indptr(q_lens), paged)
+    out = batch.run(q, *pages)
+
+    slots = torch.tensor([
+        int(order[sum(counts[:b]) + i // page_size]) * page_size + i % page_size
+        for b, n in enumerate(lengths) for i in range(n)
+    ])  # fmt: skip
+    k, v = (x.dequantize().flatten(0, 1)[slots] for x in pages)
+    exact, eager = (
+        varlen_reference(q, k, v, indptr(q_lens), indptr(lengths), fa.Causal(), dtype=t)[0]
+        for t in (torch.float64, dtype)
+    )
+    assert_close(out, exact, eager)
+    packed = [
+        Stored(x.codes.flatten(0, 1)[slots], x.of_slots("x")[slots]) for x in pages
+    ]  # fmt: skip
+    out = fa.varlen_attention(
+        q, *packed, indptr(q_lens), indptr(lengths), fa.Causal(), target=target
+    )
+    assert_close(out, exact, eager)
+
+
+@pytest.mark.parametrize("kv_format", [INT8, Format("e4m3", "head")])
+def test_a_cascade_over_one_cache(kv_format: fa.kv.Format) -> None:
+    q = normal(0, 3, HQ, 64).bfloat16()
+    pages = [kv_format.quantize(normal(i, 20, 8, HKV, 64)) for i in (1, 2)]
+    tables = [[0, 1, 2, 3 + b, 6 + b] for b in range(3)]
+    paged = fa.Paged(
+        indptr([5] * 3), torch.tensor(tables, dtype=torch.int32).flatten(),
+        torch.tensor([8, 3, 1]), 8,
+    )  # fmt: skip
+    results = []
+    for cls in (fa.BatchAttention, fa.CascadeAttention):
+        batch = cls(
+            num_q_heads=HQ, num_kv_heads=HKV, head_dim=64, q_dtype=torch.bfloat16,
+            kv_format=kv_format,
+        )  # fmt: skip
+        if cls is fa.BatchAttention:
+            batch.plan(indptr([1] * 3), paged)
+        else:
+            plan = batch.plan(fa.cascade_levels(indptr([1] * 3), paged))
+            assert "level" in str(plan.explain())
+        results.append(batch.run(q, *pages))
+    torch.testing.assert_close(*results, rtol=2e-2, atol=1e-2)
+
+
+def test_keys_alone_or_values_alone() -> None:
+    q, k, v = dense(2, 64, 64)
+    plain = fa.attention(q, k, v)
+    for k_format, v_format in ((INT8, None), (None, INT8)):
+        stored_k, stored_v = (
+            x if f is None else f.quantize(x, heads_dim=1)
+            for f, x in ((k_format, k), (v_format, v))
+        )
+        out = fa.attention(q, stored_k, stored_v)
+        torch.testing.assert_close(out, plain, rtol=0.1, atol=0.03)
+        assert not torch.equal(out, plain)
+        batch = fa.BatchAttention(
+            num_q_heads=HQ, num_kv_heads=HKV, head_dim=64, q_dtype=torch.float32,
+            kv_format=(k_format, v_format),
+        )  # fmt: skip
+        packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        batch.plan(indptr([2] * 3), fa.Ragged(indptr([KEYS] * 3)))
+        k_rows, v_rows = (
+            x if f is None else f.quantize(x)
+            for f, x in zip((k_format, v_format), packed[1:], strict=True)
+        )
+        same = batch.run(packed[0], k_rows, v_rows)
+        torch.testing.assert_close(same.unflatten(0, (3, 2)).transpose(1, 2), out)
+
+
+def test_copies_of_an_object_have_its_formats() -> None:
+    batch = fa.BatchAttention(
+        fa.Causal(), num_q_heads=HQ, num_kv_heads=HKV, head_dim=64, q_dtype=torch.bfloat16,
+        kv_format=(INT8, None), kv_dtype=torch.float8_e4m3fn,
+    )  # fmt: skip
+    copied = pickle.loads(pickle.dumps(batch))
+    for made in (batch, copied):
+        options = made.options
+        assert (options.k_dtype, options.v_dtype) == (torch.int8, torch.float8_e4m3fn)
+        assert made.variant.name == batch.variant.name
+        made.plan(indptr([1]), fa.Ragged(indptr([9])))
+        k, v = normal(0, 9, HKV, 64), normal(1, 9, HKV, 64)
+        made.run(normal(2, 1, HQ, 64).bfloat16(), INT8.quantize(k), v.to(torch.float8_e4m3fn))
+
+
+def test_torch_compile_takes_codes_and_scales() -> None:
+    q, k, v = dense(1, 64, 64)
+    k, v = (INT8.quantize(x, heads_dim=1) for x in (k, v))
+
+    def call(q: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        return fa.attention(q, Stored(*parts[:2]), Stored(*parts[2:]), fa.Causal())  # type: ignore[return-value]
+
+    parts = (k.codes, k.scales, v.codes, v.scales)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, *parts), call(q, *parts), rtol=0, atol=0)
+
+
+def run(batch: fa.BatchAttention, k: Any, v: Any, **params: Any) -> None:
+    batch.plan(indptr([1]), fa.Ragged(indptr([9])))
+    batch.run(normal(2, 1, HQ, 64), k, v, **params)
+
+
+def wrong_calls() -> dict[str, tuple[Any, str]]:
+    rows = normal(0, 9, HKV, 64)
+    stored, e4m3 = INT8.quantize(rows), Format("e4m3").quantize(rows)
+    sizes = {"num_q_heads": HQ, "num_kv_heads": HKV, "head_dim": 64, "q_dtype": torch.float32}
+    made = fa.BatchAttention(**sizes, kv_format=INT8)
+    plain = fa.BatchAttention(**sizes)
+    pages = normal(0, 4, 3, HKV, 64)
+    inside = Stored(
+        INT8.quantize(pages).codes, torch.rand(4, 2, 3, HKV)[:, 0]
+    )  # layers inside of pages
+    paged = fa.Paged(indptr([3]), torch.tensor([0, 1, 2]).int(), torch.tensor([3]), 3)
+
+    def over_pages() -> None:
+        made.plan(indptr([1]), paged)
+        made.run(normal(2, 1, HQ, 64), inside, inside)
+
+    return {
+        "code": (lambda: Format("int3"), "code='int3' must be one of int8, e4m3, e5m2"),
+        "scale": (lambda: Format("int8", "row"), "scale='row' must be one of tensor, head"),
+        "dtype": (lambda: Format("int8", scale_dtype=torch.float64), "scale_dtype=torch.float64"),
+        "no dtype": (lambda: Format("int8", scale_dtype=1), "scale_dtype=1 must be one of"),  # type: ignore[arg-type]
+        "no float": (lambda: INT8.quantize(torch.ones(2, 2).int()), "x must be a floating tensor"),
+        "nan": (lambda: INT8.quantize(torch.tensor([[1.0, float("nan")]])), "NaN or infinite"),
+        "inf": (lambda: INT8.quantize(torch.tensor([[1.0, float("inf")]])), "NaN or infinite"),
+        "heads_dim": (lambda: INT8.quantize(rows, heads_dim=2), "heads_dim=2 is no dim of x"),
+        "codes": (lambda: Stored(rows, rows[..., 0]), "codes must be a tensor of int8"),
+        "scales": (lambda: Stored(stored.codes, stored.codes[..., 0]), "scales must be a tensor"),
+        "shape": (
+            lambda: Stored(stored.codes, torch.rand(9, 3)), r"scales \[9, 3\] do not broadcast",
+        ),
+        "rank": (
+            lambda: Stored(stored.codes, torch.rand(1, 9, 2)), r"scales \[1, 9, 2\] do not",
+        ),
+        "both": (
+            lambda: fa.BatchAttention(**sizes, kv_format=INT8, kv_dtype=torch.int8),
+            "give no kv_dtype",
+        ),
+        "triple": (
+            lambda: fa.BatchAttention(**sizes, kv_format=(INT8, INT8, INT8)),  # type: ignore[arg-type]
+            "kv_format=.* must be an fa.kv.Format, or a pair",
+        ),
+        "no format": (lambda: run(plain, stored, stored), "no kv_format was given for k"),
+        "no stored": (lambda: run(made, rows, stored), "k must be an fa.kv.Stored of Format"),
+        "other": (lambda: run(made, stored, e4m3), "v has codes of torch.float8_e4m3fn, but its"),
+        "twice": (
+            lambda: run(made, stored, stored, k_scale=torch.ones(9, HKV)), "k_scale is given, but",
+        ),
+        "dense": (
+            lambda: fa.attention(
+                normal(0, 1, HQ, 1, 64), *2 * [Stored(stored.codes[None], torch.tensor(1.0))]
+            ),
+            "k has num_kv_heads=9",
+        ),
+        "layers inside": (over_pages, "scales of k have strides"),
+        "emulated": (
+            lambda: fa.BatchAttention(
+                **{**sizes, "q_dtype": torch.float16}, kv_format=INT8, target="emulated:sm_80"
+            ),
+            "k",
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", wrong_calls())
+def test_errors(wrong: str) -> None:
+    call, message = wrong_calls()[wrong]
+    with pytest.raises(InputError, match=message):
+        call()
