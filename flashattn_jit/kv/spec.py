@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 import torch
 
-from ..codegen.spec import KV_DTYPES
+from ..codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ..errors import InputError
-from ..ops.append import check_transform
+from ..ops.append import check_applied_once, check_transform
 from ..ops.arguments.checks import check_heads, check_int, shown
 from ..variants.ir.dtypes import DTYPE_NAMES
 from ..variants.library import Causal, Chunked, SlidingWindow
 from ..variants.variant import Variant
+from .transforms import bind_transform, transform_document
 
 Reclaim = Literal["holes", "compact", "never"]
 _RECLAIMS = ("holes", "compact", "never")
@@ -45,9 +46,10 @@ class Group:
         transform: a variant whose key_mod and value_mod change new rows on their way into the
             pages, as for `fa.plan_append`: keys are then rotated or normed once, not whenever they
             are read. `variant` is without these hooks. Not with "compact", which gives keys new
-            positions.
+            positions. Head dims are then 1 to 256.
 
-    Raises InputError for sizes and names that are out of range.
+    Raises InputError for sizes and names that are out of range, and for a variant that would apply
+    hooks of the transform again; VariantError for a transform of other head dims.
 
     Example:
         >>> fa.kv.Group(layers=(0, 2), num_kv_heads=8, head_dim=128, variant=fa.SlidingWindow(4096))
@@ -90,8 +92,21 @@ class Group:
         put("mask_params", MappingProxyType(dict(self.mask_params)))
         if self.reclaim not in _RECLAIMS:
             raise InputError(f"reclaim={shown(self.reclaim)} must be one of {', '.join(_RECLAIMS)}")
-        check_transform(self.transform)
-        if self.transform is not None and self.reclaim == "compact":
+        if self.transform is not None:
+            self._check_transform(self.transform)
+
+    def _check_transform(self, transform: Variant) -> None:
+        check_transform(transform)
+        assert self.head_dim_v is not None
+        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim > MAX_HEAD_DIM:
+                raise InputError(
+                    f"{name}={dim}, but a transform changes rows of 1 to {MAX_HEAD_DIM}"
+                )
+        if self.variant is not None:
+            check_applied_once(transform, self.variant, "variant")
+        bind_transform(self)
+        if self.reclaim == "compact":
             raise InputError(
                 'reclaim="compact" gives keys new positions, but transform stores them as they are '
                 "at the old ones; let the variant's key_mod change them when they are read"
@@ -133,6 +148,11 @@ class Spec:
             raise InputError(
                 f"dtype={shown(self.dtype)} is not supported; supported: {', '.join(KV_DTYPES)}"
             )
+        if any(g.transform for g in groups) and DTYPE_NAMES[self.dtype] not in Q_DTYPES:
+            raise InputError(
+                f"dtype={self.dtype}, but a group has a transform, which changes rows of "
+                f"{', '.join(Q_DTYPES)}"
+            )
         layers = sorted(x for g in groups for x in g.layers)
         if layers != list(range(len(layers))) or not layers:
             missing = sorted(set(range(max(layers, default=0) + 1)) - set(layers))
@@ -157,16 +177,16 @@ class Spec:
 
     @property
     def fingerprint(self) -> bytes:
-        """A digest of shapes, layers, page size, dtype and the names of transforms: caches with
-        another one share nothing.
+        """A digest of shapes, layers, page size, dtype and transforms, with the values that these
+        hold: caches with another one share nothing.
 
-        It is the same in every process.
+        It is the same in every process. What appends give as params is no part of it.
         """
         groups = [
-            [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, g.transform and g.transform.name]
+            [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, transform_document(g)]
             for g in self.groups
         ]
-        document = ["fajit-kv/1", self.page_size, DTYPE_NAMES[self.dtype], groups]
+        document = ["fajit-kv/2", self.page_size, DTYPE_NAMES[self.dtype], groups]
         return hashlib.sha256(json.dumps(document).encode()).digest()
 
     @classmethod

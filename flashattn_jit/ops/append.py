@@ -17,7 +17,7 @@ from ..errors import InputError, ParamError
 from ..planner.reachable import CHANGED, appends_dtypes
 from ..torch_modes import is_direct, is_quiet_and_plain, on_host
 from ..variants.binding import bind
-from ..variants.compose import present_hooks
+from ..variants.compose import present_hooks, shared_hooks
 from ..variants.ir.dtypes import DTYPE_NAMES
 from ..variants.variant import Variant
 from .arguments import checks
@@ -71,7 +71,8 @@ def append_paged_kv(
         TargetError: `target` is unknown, or does not run on that device.
         LaunchError: CUDA refused the launch.
 
-    If two tokens go to one slot, as when requests share a page, either of them is stored.
+    If two tokens go to one slot, as for positions that repeat or requests that share a page, its
+    contents are those of either, or of both in parts.
 
     Example:
         >>> fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, paged)
@@ -103,7 +104,8 @@ def plan_append(
             0 to kv_len - 1 of its request. The last keys of each request by default.
         transform: a variant, such as ``fa.RoPE()`` or a norm and it, ``fa.QKNorm() & fa.RoPE()``.
             Its key_mod and value_mod change each row before it is stored, rounded once to the
-            dtype; its other hooks have no effect here. Attention over these pages is without them:
+            dtype; its other hooks have no effect here, and with `positions` it may not read
+            `fa.q_row`. Attention over these pages is without them:
             ``variant.without("key_mod", "value_mod")``. Rows of float32, bfloat16 or float16.
         device: of the tensors of runs; that of page_indices by default.
         target: as for `append_paged_kv`.
@@ -112,6 +114,9 @@ def plan_append(
         InputError: a shape, dtype, device or value is wrong, or a request has more new tokens than
             its pages hold.
         TargetError: `target` is unknown, or does not run on that device.
+
+    If two tokens go to one slot, as for positions that repeat or requests that share a page, its
+    contents are those of either, or of both in parts.
 
     Example:
         >>> append = fa.plan_append(q_indptr, paged)
@@ -427,6 +432,22 @@ def check_transform(transform: Variant | None) -> Variant | None:
             f"transform={transform.name} has neither a key_mod nor a value_mod: it changes nothing"
         )
     return transform.only(*CHANGED)
+
+
+def check_applied_once(transform: Variant, variant: Variant, what: str) -> None:
+    """Raises InputError for a variant that would change stored rows as the transform did before.
+
+    what: the variant, for the message.
+    """
+    twice = shared_hooks(transform.only(*CHANGED), variant)
+    if twice:
+        names = ", ".join(f'"{hook}"' for hook in twice)
+        raise InputError(
+            f"{' and '.join(twice)} of {what} ({variant.name}) would be applied twice: "
+            f"transform={transform.name} stores rows that are changed already. Pass "
+            f"variant.without({names}); if both are meant, write one of them as a function of its "
+            "own"
+        )
 
 
 def _requests(lengths: _C.BatchLengths) -> NDArray[np.int64]:
