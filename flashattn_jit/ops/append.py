@@ -124,7 +124,7 @@ def plan_append(
         ...     append.run(k, v, k_pages, v_pages)
     """
     q_indptr, paged = _copied(q_indptr, paged)
-    device = paged.page_indices.device if device is None else checks.check_device(device)
+    device = checks.check_device(paged.page_indices.device if device is None else device)
     return AppendPlan(q_indptr, paged, positions, transform, device, target)
 
 
@@ -462,7 +462,7 @@ def _keys(lengths: _C.BatchLengths, positions: torch.Tensor | None) -> NDArray[n
     if positions is None:
         starts = np.cumsum(new) - new
         return np.arange(len(request)) + (kv_len - new - starts)[request]
-    keys = checks.check_host_integers("positions", positions).numpy().astype(np.int64)
+    keys = checks.check_host_integers("positions", positions).resolve_neg().numpy().astype(np.int64)
     if keys.shape != request.shape:
         raise InputError(
             f"positions must be [num_tokens={len(request)}], got {list(positions.shape)}"

@@ -183,6 +183,45 @@ def test_tangents_are_refused_in_every_run(transform, which, profiled) -> None:
     assert not given[2].any()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, on first use
+@transforms
+def test_functional_derivatives_are_refused(transform) -> None:
+    """Also where the rows alone are written and the function's result is another."""
+    append, cache, k = fa.plan_append(*tables(), transform=transform), caches(), K.float()
+    cache = cache.float()
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        append.run(x, k, *cache)
+        return x.sum()
+
+    def once(x: torch.Tensor) -> torch.Tensor:
+        fa.append_paged_kv(k, x, *cache, *tables(), transform=transform)
+        return x.sum()
+
+    for run in (both, once):
+        with pytest.raises((GradError, InputError)):
+            torch.func.jvp(run, (k,), (k,))
+        with pytest.raises((GradError, InputError)):
+            torch.func.grad(run)(k)
+    assert not cache.any()
+
+
+def test_tables_that_are_lazy_views_or_hold_no_values() -> None:
+    indptr, paged = tables()
+    lazy = fa.Paged(
+        torch._neg_view(-paged.page_indptr), torch._neg_view(-paged.page_indices),
+        torch._neg_view(-paged.last_page_len), 4,
+    )  # fmt: skip
+    positions = torch.tensor([5, 0, 1, 3])
+    for one, other in ((None, None), (positions, torch._neg_view(-positions))):
+        wanted = appended(fa.plan_append(indptr, paged, positions=one))
+        given = torch._neg_view(-indptr)
+        assert torch.equal(appended(fa.plan_append(given, lazy, positions=other)), wanted)
+    empty = fa.Paged(paged.page_indptr, paged.page_indices.to("meta"), paged.last_page_len, 4)
+    with pytest.raises(InputError, match="device"):
+        fa.plan_append(indptr, empty)
+
+
 def test_gradients_are_refused_in_every_run() -> None:
     append = fa.plan_append(*tables(), transform=fa.RoPE())
     k, cache = K.clone().requires_grad_(), caches()
