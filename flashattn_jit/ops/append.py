@@ -124,8 +124,10 @@ def plan_append(
         ...     append.run(k, v, k_pages, v_pages)
     """
     q_indptr, paged = _copied(q_indptr, paged)
-    device = checks.check_device(paged.page_indices.device if device is None else device)
-    return AppendPlan(q_indptr, paged, positions, transform, device, target)
+    own = paged.page_indices.device
+    if device is not None or own.type != "cpu":
+        own = checks.check_device(own if device is None else device)
+    return AppendPlan(q_indptr, paged, positions, transform, own, target)
 
 
 class AppendPlan:
