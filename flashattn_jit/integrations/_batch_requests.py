@@ -14,6 +14,7 @@ from flashattn_jit import kv
 from flashattn_jit.errors import InputError
 from flashattn_jit.integrations import transformers as integration
 from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
+from flashattn_jit.integrations._packed_models import check_positions
 from flashattn_jit.kv.step import read_tokens
 from flashattn_jit.ops.arguments.checks import check_int
 
@@ -89,6 +90,7 @@ def checked_model(model: Any) -> Any:
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError("generate_batch is for decoders; this model has an encoder")
+    check_positions(model)
     if model.training:
         raise InputError("the model is in training mode; call model.eval() first")
     return model

@@ -24,6 +24,7 @@ from flashattn_jit.integrations._batch_requests import (
     requests_of,
 )
 from flashattn_jit.integrations._packed_cache import PackedCache
+from flashattn_jit.integrations._packed_models import check_lengths
 from flashattn_jit.integrations._paged_cache import cache_for
 from flashattn_jit.integrations._request_queue import RequestQueue
 from flashattn_jit.ops.arguments.checks import check_int
@@ -124,6 +125,7 @@ class BatchGenerator:
         self._is_busy = False
         self._news: list[tuple[Request, int]] = []
         longest = max((r.longest for r in requests), default=1)
+        check_lengths(model, longest, self._max_step_tokens)
         if cache is None:
             count = min(len(requests), max_requests) or 1
             cache = cache_for(model, count * (longest + 16), max_kv_len=longest)

@@ -171,8 +171,9 @@ def lazy_mask(
         q_offset = int(q_offset)
     kind = UnmergedMask if "falcon" in types else LazyMask
     return kind(
-        batch_size, q_length, kv_length, q_offset, int(kv_offset), mask_function, attention_mask
-    )
+        batch_size, q_length, kv_length, q_offset, int(kv_offset), mask_function, attention_mask,
+        config,
+    )  # fmt: skip
 
 
 _MERGES_MASKS = frozenset({
@@ -308,6 +309,11 @@ def _over_pages(
         raise InputError(
             f"{type(module).__name__} has a mask of its own of type {type(mask).__name__}; over "
             "pages the masks are those that the model makes of a 2-D attention_mask"
+        )
+    if query.shape[2] != key.rows.shape[2]:
+        raise InputError(
+            f"{type(module).__name__} has {query.shape[2]} queries and {key.rows.shape[2]} keys: "
+            "cross attention is not served over pages; use a cache of transformers"
         )
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
     given = {"cap": softcap, "bias": position_bias, "sink": s_aux}
