@@ -24,7 +24,7 @@ from flashattn_jit.integrations._batch_requests import (
     requests_of,
 )
 from flashattn_jit.integrations._packed_cache import PackedCache
-from flashattn_jit.integrations._packed_models import check_lengths
+from flashattn_jit.integrations._packed_models import check_lengths, takes_positions
 from flashattn_jit.integrations._paged_cache import cache_for
 from flashattn_jit.integrations._request_queue import RequestQueue
 from flashattn_jit.ops.arguments.checks import check_int
@@ -136,8 +136,8 @@ class BatchGenerator:
             check_fits(cache, r)
             r.processors = processors_of(model, self._config, r)
         self._queue = RequestQueue(cache, requests, max_requests)
-        taken = inspect.signature(self._model.forward).parameters
-        self._takes = [n for n in ("position_ids", "logits_to_keep") if n in taken]
+        self._takes_positions = takes_positions(model)
+        self._slices = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._begin = time.perf_counter()
         self.steps = 0
         self.seconds = {"model": 0.0, "all": 0.0}
@@ -224,10 +224,9 @@ class BatchGenerator:
             "input_ids": torch.from_numpy(step.token_ids)[None].to(device),
             "past_key_values": self.packed, "use_cache": True,
         }  # fmt: skip
-        if "position_ids" in self._takes:
+        if self._takes_positions:
             given["position_ids"] = step.positions[None].to(device)
-        sliced = "logits_to_keep" in self._takes
-        if sliced:
+        if self._slices:
             given["logits_to_keep"] = (wanted if len(wanted) else last[:1]).to(device)
         self.packed.begin(step)
         begin = time.perf_counter()
@@ -235,7 +234,7 @@ class BatchGenerator:
         self.seconds["model"] += time.perf_counter() - begin
         self.packed.check_complete()
         self.steps += 1
-        if not sliced:
+        if not self._slices:
             logits = logits[wanted.to(device)]
         return logits[: len(wanted)].to(torch.float32)
 

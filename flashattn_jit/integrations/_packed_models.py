@@ -14,12 +14,20 @@ def check_positions(model: Any) -> None:
 
     Layers with ALiBi need no positions: `KeyBias` has those of the request.
     """
-    taken = inspect.signature(model.forward).parameters
-    if "position_ids" not in taken and not _own_attention.is_served(type(model)):
+    if not takes_positions(model) and not _own_attention.is_served(type(model)):
         raise InputError(
             f"{type(model).__name__} takes no position_ids, so the tokens of several requests "
             "cannot run in one row; use model.generate, with a PagedCache or without"
         )
+
+
+def takes_positions(model: Any) -> bool:
+    """Whether a model's forward takes position_ids, or passes them to a decoder that does."""
+    taken = inspect.signature(model.forward).parameters
+    others = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in taken.values())
+    if "position_ids" not in taken and others and hasattr(model, "get_decoder"):
+        taken = inspect.signature(model.get_decoder().forward).parameters
+    return "position_ids" in taken
 
 
 def check_lengths(model: Any, longest: int, most_rows: int) -> None:

@@ -19,7 +19,7 @@ from flashattn_jit.integrations.transformers import (  # noqa: E402
     generate_batch,
     register,
 )
-from tests.integrations.decoders import DECODERS, VOCABULARY, build  # noqa: E402
+from tests.integrations.decoders import DECODERS, VOCABULARY, Family, build  # noqa: E402
 from tests.integrations.test_paged_cache import FAMILIES  # noqa: E402
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -347,3 +347,29 @@ def test_the_continuous_batching_of_transformers(name: str) -> None:
         assert implementation.endswith(model.config._attn_implementation)
         found.append([outputs[key].generated_tokens for key in sorted(outputs)])
     assert found[0] == found[1] == found[2] and all(len(x) == 12 for x in found[0])
+
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "pad_token_id": 0,
+         "num_attention_heads": 4, "intermediate_size": 32, "num_key_value_heads": 4}  # fmt: skip
+BART = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 1, "decoder_ffn_dim": 32,
+        "decoder_attention_heads": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        *((DECODERS[name], "its layers do not pass continuous batching's cache to attention")
+          for name in ("bloom", "mpt", "falcon", "falcon_alibi", "gptj")),
+        (Family("BartConfig", "BartForCausalLM", BART), "takes no position_ids"),
+        (Family("NemotronConfig", "NemotronForCausalLM", SIZES),
+         r"layers\.0 does not pass continuous batching's cache on"),
+        (Family("DiffLlamaConfig", "DiffLlamaForCausalLM", SIZES), "attends twice"),
+        (Family("DogeConfig", "DogeForCausalLM", SIZES), "compute with their masks"),
+    ],
+    ids=["bloom", "mpt", "falcon", "falcon_alibi", "gptj", "bart", "nemotron", "diffllama", "doge"],
+)  # fmt: skip
+def test_models_that_continuous_batching_would_serve_wrongly(family: Family, message: str) -> None:
+    config = getattr(transformers, family.config)(**family.values)
+    model = getattr(transformers, family.model)._from_config(config, attn_implementation=register())
+    with pytest.raises(InputError, match=message):
+        model.eval().generate_batch(inputs=prompts(), progress_bar=False)
