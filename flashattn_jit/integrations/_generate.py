@@ -75,7 +75,8 @@ def generate_batch(
 
     Raises:
         InputError: a prompt is empty or longer than the cache, the model does not run on the
-            engine, or an option is not supported.
+            engine or not with several requests in a row, or an option is not supported.
+        SequenceError: on_token used sequences of this call, or called its generator.
 
     Whatever ends the call, an exception of on_token or Ctrl-C included, the cache is left without
     open sequences.

@@ -104,7 +104,8 @@ class PagedCache(OverPages):
 
     Raises:
         InputError: in a forward pass: padding between tokens, a mask that is not the group's, or
-            another batch size. Of `crop`: tokens that a window gave up would be read again, which
+            another batch size; or the model has other layers than the cache, or cross
+            attention. Of `crop`: tokens that a window gave up would be read again, which
             the cache's ``lookback`` keeps.
         OutOfPages: in a forward pass, when the pages do not suffice. The cache is as before then.
 
