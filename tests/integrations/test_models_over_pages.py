@@ -15,7 +15,9 @@ transformers = pytest.importorskip(
 
 import flashattn_jit as fa  # noqa: E402
 from flashattn_jit.errors import InputError  # noqa: E402
+from flashattn_jit.integrations._paged_rows import check_mask  # noqa: E402
 from flashattn_jit.integrations.transformers import (  # noqa: E402
+    LazyMask,
     PagedCache,
     generate_batch,
     register,
@@ -193,3 +195,11 @@ def test_a_position_bias_of_queries_and_keys() -> None:
         stack(torch.tensor([prompt(9)]), past_key_values=cache, use_cache=True)
     cache.pages.check()
     assert not cache.pages.sequences
+
+
+def test_a_mask_that_reads_tensors_of_the_forward_pass() -> None:
+    """As that of Gemma 4, by blocks of image tokens."""
+    blocks = torch.zeros(9, dtype=torch.bool)
+    mask = LazyMask(1, 9, 9, 0, 0, lambda b, h, q_idx, kv_idx: blocks[kv_idx], None)
+    with pytest.raises(InputError, match="layer 1: the model's mask reads a tensor"):
+        check_mask(cache_of_two().pages, 1, mask, 0, 0)
