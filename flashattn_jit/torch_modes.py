@@ -135,10 +135,11 @@ _QUIET = _both(lambda: _included_keys().raw_repr())
 """Dispatch keys of a thread without modes and transforms."""
 
 
-def is_quiet() -> bool:
+def is_quiet(functions: bool = False) -> bool:
     """Whether no mode or transform is active in this thread, except for inference mode and
-    autocast, which do not change calls of plain tensors."""
-    return not _function_modes() and _included_keys().raw_repr() in _QUIET
+    autocast, which do not change calls of plain tensors. functions: except for torch-function
+    modes, such as a default device, as well."""
+    return (functions or not _function_modes()) and _included_keys().raw_repr() in _QUIET
 
 
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -167,9 +168,10 @@ def is_direct(*tensors: torch.Tensor) -> bool:
     return not _profiling() and is_quiet_and_plain(*tensors)
 
 
-def is_quiet_and_plain(*tensors: torch.Tensor) -> bool:
-    """`is_direct`, or it is a profiler alone that would see the call."""
-    if not is_quiet():
+def is_quiet_and_plain(*tensors: torch.Tensor, functions: bool = False) -> bool:
+    """`is_direct`, or it is a profiler alone that would see the call; or, with functions, a
+    torch-function mode."""
+    if not is_quiet(functions):
         return False
     for tensor in tensors:
         if type(tensor) not in PLAIN or _tensor_keys(tensor).raw_repr() not in _PLAIN_KEYS:

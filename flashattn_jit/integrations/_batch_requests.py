@@ -14,6 +14,7 @@ from flashattn_jit import kv
 from flashattn_jit.errors import InputError
 from flashattn_jit.integrations import transformers as integration
 from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
+from flashattn_jit.integrations._packed_models import check_positions
 from flashattn_jit.kv.step import read_tokens
 from flashattn_jit.ops.arguments.checks import check_int
 
@@ -36,7 +37,7 @@ class Generated:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt on its way. computed: tokens whose keys are in the cache. processors: of logits."""
+    """A prompt on its way. processors: of logits."""
 
     number: int
     prompt: np.ndarray[Any, np.dtype[np.int64]]
@@ -44,8 +45,17 @@ class Request:
     result: Generated
     generator: torch.Generator | None
     seq: kv.Sequence | None = None
-    computed: int = 0
     processors: Any = ()
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose keys are in the cache."""
+        return 0 if self.seq is None else self.seq.kv_len
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the cache that it may need: nothing follows its last one."""
+        return len(self.prompt) + self.most - 1
 
     @property
     def pending(self) -> int:
@@ -80,13 +90,22 @@ def checked_model(model: Any) -> Any:
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError("generate_batch is for decoders; this model has an encoder")
+    check_positions(model)
     if model.training:
         raise InputError("the model is in training mode; call model.eval() first")
     return model
 
 
 _ONE = ("num_beams", "num_return_sequences")
-_NONE = ("stop_strings", "guidance_scale", "prompt_lookup_num_tokens", "constraints")
+_NONE = (
+    "assistant_early_exit", "constraints", "diversity_penalty", "dola_layers", "force_words_ids",
+    "guidance_scale", "max_time", "num_beam_groups", "output_logits", "output_scores",
+    "penalty_alpha", "prompt_lookup_num_tokens", "return_dict_in_generate", "stop_strings",
+    "token_healing", "use_mtp",
+)  # fmt: skip
+"""Options of the generation config that are not served."""
+_WITHOUT_EFFECT = {"guidance_scale": 1, "num_beam_groups": 1}
+"""Values of them, besides None and 0, that change nothing."""
 
 
 def checked_options(model: Any, config: Any, options: dict[str, Any]) -> Any:
@@ -94,12 +113,16 @@ def checked_options(model: Any, config: Any, options: dict[str, Any]) -> Any:
     chosen, rest = model._prepare_generation_config(config, **options)
     if rest:
         raise InputError(f"options {', '.join(rest)} are not known to generate_batch")
+    if options.get("max_length") is not None:
+        raise InputError("max_length is not supported by generate_batch; give max_new_tokens")
     for name in _ONE:
         if (getattr(chosen, name, None) or 1) != 1:
             raise InputError(f"{name}={getattr(chosen, name)}: generate_batch makes one sequence")
     for name in _NONE:
-        if getattr(chosen, name, None) not in (None, 1):
+        if getattr(chosen, name, None) not in (None, 0, _WITHOUT_EFFECT.get(name)):
             raise InputError(f"{name} is not supported by generate_batch; use model.generate")
+    if chosen.use_cache is False:
+        raise InputError("use_cache=False: generate_batch needs its cache; use model.generate")
     model._prepare_special_tokens(chosen, True, device=model.device)
     return chosen
 
@@ -126,7 +149,7 @@ def requests_of(
 
 def check_fits(cache: kv.Cache, request: Request) -> None:
     """Raises InputError for a request that the cache cannot hold."""
-    length = len(request.prompt) + request.most
+    length = request.longest
     name = f"prompts[{request.number}]"
     words = f"{name} has {len(request.prompt)} tokens and up to {request.most} new ones"
     if length > cache.max_kv_len:
@@ -138,6 +161,16 @@ def check_fits(cache: kv.Cache, request: Request) -> None:
                 f"{words}: {-(-length // size)} pages of {size}, but group {group} of the "
                 f"cache has {pages.num_pages}"
             )
+
+
+def processors_of(model: Any, config: Any, request: Request) -> Any:
+    """The logits processors that ``generate`` has for the request alone."""
+    config.max_length = len(request.prompt) + request.most
+    prompt = request.so_far().to(model.device)
+    return model._get_logits_processor(
+        config, input_ids_seq_length=len(request.prompt), encoder_input_ids=prompt,
+        device=model.device,
+    )  # fmt: skip
 
 
 def bar_of(total: int) -> Any:

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.nn import ModuleList
 
 from flashattn_jit.errors import InputError
+from flashattn_jit.integrations import _own_attention
 from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
+from flashattn_jit.integrations._packed_models import check_positions
+from flashattn_jit.integrations._served import Served
+from flashattn_jit.integrations._sources import attends_twice, passes_keywords
 from flashattn_jit.ops.varlen import varlen_attention
 from flashattn_jit.variants.library.masks import Causal, SlidingWindow
 from flashattn_jit.variants.variant import Variant
 
 
-def allow() -> None:
-    """Lets transformers' continuous batching keep this engine's attention, once."""
+def allow(layers: Callable[[Any], Served]) -> None:
+    """Lets transformers' continuous batching keep this engine's attention, once. layers: `served`.
+
+    Making a manager then raises InputError for a model whose layers would not get its cache.
+    """
     from transformers.generation.continuous_batching import continuous_api
 
     manager: Any = continuous_api.ContinuousBatchingManager
@@ -32,9 +40,46 @@ def allow() -> None:
     def switched(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         if model.config._attn_implementation not in IMPLEMENTATIONS:
             switch(self, model, *args, **kwargs)
+        else:
+            _check(model, layers)
 
     switched._keeps_this_engine = True  # type: ignore[attr-defined]
     manager.switch_to_cb_friendly_attn = switched
+
+
+def _check(model: Any, layers: Callable[[Any], Served]) -> None:
+    """Raises InputError for a model that continuous batching would serve wrongly."""
+    check_positions(model)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder = decoder if hasattr(decoder, "config") else model
+    if _own_attention.is_served(type(model)):
+        _refuse(model, "its layers do not pass continuous batching's cache to attention")
+    if _own_attention.computes_with_masks(decoder.config):
+        _refuse(model, "its layers compute with their masks")
+    stack = "layers." if hasattr(decoder, "layers") else ""  # no encoder of images beside them
+    for layer in layers(decoder):
+        if not layer.name.startswith(stack):
+            continue
+        if layer.reason:
+            _refuse(model, f"{layer.name} {layer.reason}")
+        if attends_twice(_class(decoder.get_submodule(layer.name))):
+            _refuse(model, f"{layer.name} attends twice, and would store its values twice")
+        above = layer.name
+        while above := above.rpartition(".")[0]:
+            module = decoder.get_submodule(above)
+            if not isinstance(module, ModuleList) and not passes_keywords(_class(module)):
+                _refuse(model, f"{above} does not pass continuous batching's cache on")
+
+
+def _class(module: Any) -> type:
+    return type(module)  # mypy regards type[Module] as unhashable
+
+
+def _refuse(model: Any, reason: str) -> NoReturn:
+    raise InputError(
+        f"{type(model).__name__}: {reason}; use generate_batch of "
+        "flashattn_jit.integrations.transformers, or model.generate"
+    )
 
 
 @functools.cache
@@ -81,7 +126,12 @@ def attend(
     rows, keys = int(q_indptr[-1]), int(kv_indptr[-1])
     q = query[0, :, :rows].transpose(0, 1)
     k, v = (x[0, :, :keys].transpose(0, 1) for x in (key, value))
-    variant = extend(_mask(int(getattr(allocator, "sliding_window", 0) or 0)))
+    window = int(getattr(allocator, "sliding_window", 0) or 0)
+    if window and kwargs.get("sliding_window") is None:
+        raise InputError(
+            f"{type(module).__name__} has no window, and continuous batching keeps {window} keys"
+        )
+    variant = extend(_mask(window))
     out = varlen_attention(
         q, k, v, q_indptr, kv_indptr, variant, scale=scaling, q_offset="end", **params
     )

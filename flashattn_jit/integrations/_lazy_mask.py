@@ -7,7 +7,7 @@ function, the sizes and the padding; attention layers convert it to a variant.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class LazyMask(BlockMask):
 
     mask_function: of logical positions. q_offset, kv_offset: the positions of the first query row
     and of the first key. padding: bool [batch, positions], True for real tokens, or None; positions
-    past its end are padding.
+    past its end are padding. config: the model's, or None. positions: those of padding, or None.
     """
 
     def __init__(
@@ -43,8 +43,11 @@ class LazyMask(BlockMask):
         kv_offset: int,
         mask_function: MaskFunction,
         padding: Tensor | None,
+        config: Any = None,
     ) -> None:
         self._sizes = (batch, 1, q_len, kv_len)
+        self.config = config
+        self.positions = None if padding is None else padding.shape[1]
         self.mask_function = mask_function
         self.kv_offset = kv_offset
         # Kernels number keys from the first one that the layer holds; `_positions` adds kv_offset.

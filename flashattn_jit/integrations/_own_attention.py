@@ -233,12 +233,21 @@ def model_types(config: object) -> set[str]:
     return {name for name in found if isinstance(name, str) and name}
 
 
+_MERGES_MASKS = frozenset({
+    "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "git", "lasr_encoder",
+    "t5gemma2_decoder",
+})  # fmt: skip
+"""Model types whose layers compute with their masks and then call the attention interface."""
+
+
 def computes_with_masks(config: object) -> bool:
     """Whether models of a config may have attention code that reads masks as tensors.
 
     A family of transformers does if `keeps_its_own_code` holds for its module. A class from
     elsewhere may, unless its module has attention classes and all of them call the interface.
     """
+    if model_types(config) & _MERGES_MASKS:
+        return True
     theirs: list[type] = []
     for base in type(config).__mro__:
         if base.__module__.startswith("transformers."):

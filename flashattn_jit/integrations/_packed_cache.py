@@ -34,6 +34,10 @@ class PackedCache(OverPages):
                 raise InputError(f"layer {layer} has no mask, which generate_batch needs")
             check_mask(self.pages, layer, mask, 0, 0)
             self._checked.add(layer)
+        if self.paged.has(layer):
+            raise InputError(
+                f"layer {layer} attends twice in a forward pass, which is not served over pages"
+            )
         packed = [x[0].transpose(0, 1) for x in (query, key.rows, value.rows)]
         first = torch.zeros(self._requests, dtype=torch.int32, device="cpu")
         call = call.with_bias(self._requests, query.shape[1], first)

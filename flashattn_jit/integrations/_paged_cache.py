@@ -18,6 +18,7 @@ from flashattn_jit.integrations._paged_rows import (
     LayerCall,
     PagedLayers,
     PagedRows,
+    check_decoder,
     check_mask,
 )
 from flashattn_jit.ops.arguments.checks import check_int, shown
@@ -60,6 +61,9 @@ class OverPages(transformers.Cache):
     pages: the cache. length: tokens of the longest row, as the model counts them.
     """
 
+    needs_use_cache = True
+    """``generate(use_cache=False)`` would give it all tokens again in each forward pass."""
+
     def __init__(self, cache: kv.Cache) -> None:
         self.paged = PagedLayers(cache)
         self.pages = cache
@@ -100,7 +104,8 @@ class PagedCache(OverPages):
 
     Raises:
         InputError: in a forward pass: padding between tokens, a mask that is not the group's, or
-            another batch size. Of `crop`: tokens that a window gave up would be read again, which
+            another batch size; or the model has other layers than the cache, or cross
+            attention. Of `crop`: tokens that a window gave up would be read again, which
             the cache's ``lookback`` keeps.
         OutOfPages: in a forward pass, when the pages do not suffice. The cache is as before then.
 
@@ -134,6 +139,13 @@ class PagedCache(OverPages):
 
     def attend(self, query: Tensor, key: PagedRows, value: PagedRows, call: LayerCall) -> Tensor:
         """See `OverPages.attend`."""
+        try:
+            return self._attend(query, key, value, call)
+        except BaseException:
+            self._abort()
+            raise
+
+    def _attend(self, query: Tensor, key: PagedRows, value: PagedRows, call: LayerCall) -> Tensor:
         mask = call.mask
         if mask is None:
             raise InputError(f"layer {key.layer} has no mask, which a PagedCache needs")
@@ -162,12 +174,18 @@ class PagedCache(OverPages):
         """Open a step for the new tokens of all rows: it, and which tokens are no padding."""
         self._abort()
         if not self._batch:
-            self._batch = [_Row(self.pages.open([], publish=False)) for _ in range(batch)]
             self._checked = set()
+            for _ in range(batch):
+                self._batch.append(_Row(self.pages.open([], publish=False)))
         if len(self._batch) != batch:
             raise InputError(
                 f"the batch has {batch} rows, but the cache holds {len(self._batch)}; reset() it "
                 "before another batch"
+            )
+        if mask.positions is not None and mask.positions < self.length + q_len:
+            raise InputError(
+                f"attention_mask has {mask.positions} positions for {self.length} cached and "
+                f"{q_len} new tokens; it covers both"
             )
         real = _real(mask, batch, self.length, q_len)
         items, firsts = [], []
@@ -196,13 +214,19 @@ class PagedCache(OverPages):
 
     def _abort(self) -> None:
         """Give back what a forward pass that failed had taken."""
-        if self._open is not None:
-            step, self._open = self._open[0], None
-            if step.is_open:
-                step.abort()
-            for row in self._batch:
-                if not row.seq.kv_len:
-                    row.first = None
+        self._open = None
+        for row in self._batch:
+            if row.seq.step is not None:
+                row.seq.step.abort()
+            if not row.seq.kv_len:
+                row.first = None
+        if not self.length:
+            self._close_rows()
+
+    def _close_rows(self) -> None:
+        for row in self._batch:
+            row.seq.close()
+        self._batch = []
 
     # --- what generate() does with caches ---------------------------------------------------------
 
@@ -259,9 +283,8 @@ class PagedCache(OverPages):
     def reset(self) -> None:
         """End the batch and free its pages."""
         self._abort()
-        for row in self._batch:
-            row.seq.close()
-        self._batch, self.length = [], 0
+        self._close_rows()
+        self.length = 0
 
     def activate_past_recording(self) -> None:
         """Nothing: the cache's ``lookback`` says how far `crop` may go."""
@@ -296,8 +319,8 @@ def cache_for(
     if config is None or not isinstance(getattr(model, "dtype", None), torch.dtype):
         raise InputError(f"model must be a model of transformers, got {shown(model)}")
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise InputError("layers that share keys and values of others are not served over pages")
+    check_decoder(config)
+    check_decoder(text)
     num_tokens = check_int("num_tokens", num_tokens, 1)
     spec = kv.Spec.from_config(text, page_size=page_size, dtype=model.dtype)
     pages = -(-num_tokens // spec.page_size)

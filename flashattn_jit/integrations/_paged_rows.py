@@ -115,9 +115,17 @@ class LayerCall(NamedTuple):
     params: Mapping[str, Any]
 
     def with_bias(self, batch: int, heads: int, first: Tensor) -> LayerCall:
-        """With the bias as `KeyBias` takes it. first: int32 [batch]."""
+        """With the bias as `KeyBias` takes it. first: int32 [batch].
+
+        Raises InputError for a bias that depends on the query, as T5's.
+        """
         if "bias" not in self.params:
             return self
+        if self.params["bias"].shape[2] != 1:
+            raise InputError(
+                f"the model adds a bias of shape {list(self.params['bias'].shape)}: one that "
+                "depends on the query is not served over pages; use a cache of transformers"
+            )
         bias = self.params["bias"][:, :, 0].expand(batch, heads, -1)
         return self._replace(params={**self.params, "bias": bias, "first": first.to(bias.device)})
 
@@ -189,16 +197,47 @@ class PagedLayers:
         return layer in self._appended
 
 
+def check_decoder(config: Any) -> None:
+    """Raises InputError unless each layer of a model with this config has keys of its own."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError("only decoders are served over pages; this model has an encoder")
+    if getattr(config, "cross_attention_layers", None):
+        raise InputError("cross attention is not served over pages; use a cache of transformers")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise InputError("layers that share keys and values of others are not served over pages")
+
+
+def _check_layers(cache: Cache, config: Any) -> None:
+    """Raises InputError where the cache has more or fewer layers than a model with this config."""
+    check_decoder(config)
+    text = config.get_text_config(decoder=True)
+    count = getattr(text, "decoder_layers", None) or text.num_hidden_layers
+    if count != cache.spec.num_layers:
+        raise InputError(
+            f"the model has {count} layers, and the cache's spec {cache.spec.num_layers}; make it "
+            "with fa.kv.Spec.from_config(model.config)"
+        )
+
+
 def check_mask(cache: Cache, layer: int, mask: LazyMask, first: int, row: int) -> None:
-    """Raises InputError where a layer's mask is not that of its group, by 512 pairs of positions.
+    """Raises InputError where a layer's mask is not that of its group, by 512 pairs of positions,
+    or the model has another number of layers.
 
     first: the position of the first real token of batch entry `row`, from which the cache counts.
     """
+    if mask.config is not None:
+        _check_layers(cache, mask.config)
     group = cache.spec.groups[cache.group_of(layer)]
     hook = as_variant(group.variant).hooks().get("mask_mod")
     queries, keys = _pairs(cache.max_kv_len)
     zero = torch.zeros(1, dtype=torch.int64, device="cpu")
-    wanted = mask.mask_function(zero + row, zero, queries + first, keys + first)
+    try:
+        wanted = mask.mask_function(zero + row, zero, queries + first, keys + first)
+    except IndexError as error:
+        raise InputError(
+            f"layer {layer}: the model's mask reads a tensor of this forward pass, which is "
+            "not served over pages; use a cache of transformers"
+        ) from error
     own = torch.ones_like(queries, dtype=torch.bool)
     if hook is not None:
         own = torch.as_tensor(hook(zero, zero, queries, keys), device="cpu").expand(queries.shape)

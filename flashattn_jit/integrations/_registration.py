@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from flashattn_jit.errors import InputError
 from flashattn_jit.integrations import _own_attention
 from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS, Attend
 from flashattn_jit.integrations._served import OWN_CODE, Served
@@ -66,9 +67,10 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
     """Hooks into the creation of models and the change of their implementation, once.
 
     Families with attention code of their own are prepared before a layer of them exists, and a
-    warning names the layers that never call the engine. layers: `served`.
+    warning names the layers that never call the engine. layers: `served`. ``generate`` refuses
+    use_cache=False for a cache over pages.
     """
-    from transformers import PreTrainedModel
+    from transformers import GenerationMixin, PreTrainedModel
 
     for name in sorted(IMPLEMENTATIONS):
         _own_attention.prepare_imported(name, attend)
@@ -76,6 +78,7 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
     may_change: Any = vars(PreTrainedModel)["_can_set_attn_implementation"].__func__
     change: Any = PreTrainedModel.set_attn_implementation
     end: Any = PreTrainedModel.post_init
+    prepare: Any = GenerationMixin._prepare_cache_for_generation
     if getattr(choose, "_looks_at_models", False):
         return
 
@@ -114,11 +117,21 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
         if _is_ours(self.config._attn_implementation):
             _warn_of_own_code(layers(self))
 
+    @functools.wraps(prepare)
+    def prepared(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        cache = model_kwargs.get("past_key_values")
+        if generation_config.use_cache is False and getattr(cache, "needs_use_cache", False):
+            raise InputError("use_cache=False with a PagedCache: leave out one of them")
+        return prepare(self, generation_config, model_kwargs, *args, **kwargs)
+
     chosen._looks_at_models = True  # type: ignore[attr-defined]
     PreTrainedModel.get_correct_attn_implementation = chosen  # type: ignore[method-assign]
     PreTrainedModel._can_set_attn_implementation = classmethod(may_be_changed)  # type: ignore
     PreTrainedModel.set_attn_implementation = changed  # type: ignore[method-assign]
     PreTrainedModel.post_init = made  # type: ignore[method-assign]
+    GenerationMixin._prepare_cache_for_generation = prepared  # type: ignore[method-assign]
 
 
 def _is_ours(implementation: object) -> bool:

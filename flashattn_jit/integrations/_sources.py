@@ -27,6 +27,18 @@ def calls_the_interface(layer_class: type) -> bool:
 
 
 @functools.cache
+def attends_twice(layer_class: type) -> bool:
+    """Whether a class calls its attention function at more than one place."""
+    calls = [
+        node
+        for base in _running(layer_class)
+        for node in ast.walk(_tree(base) or ast.Module([], []))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface"
+    ]
+    return len(calls) > 1
+
+
+@functools.cache
 def keywords(layer_class: type) -> frozenset[str]:
     """The keyword arguments that a class passes to its attention function by name."""
     return frozenset(
@@ -36,6 +48,16 @@ def keywords(layer_class: type) -> frozenset[str]:
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface"
         for keyword in node.keywords
         if keyword.arg is not None
+    )
+
+
+@functools.cache
+def passes_keywords(layer_class: type) -> bool:
+    """Whether a class passes keyword arguments that it does not name on to others."""
+    return any(
+        isinstance(node, ast.Call) and any(keyword.arg is None for keyword in node.keywords)
+        for base in _running(layer_class)
+        for node in ast.walk(_tree(base) or ast.Module([], []))
     )
 
 

@@ -112,7 +112,7 @@ def register(name: str = NAME) -> str:
     AttentionInterface.register(name, torch.compiler.disable(attention_forward))
     AttentionMaskInterface.register(name, torch.compiler.disable(lazy_mask))
     IMPLEMENTATIONS.add(name)
-    _continuous.allow()
+    _continuous.allow(served)
     _registration.look_at_models(torch.compiler.disable(_attend), served)
     return name
 
@@ -156,8 +156,7 @@ def lazy_mask(
     if isinstance(attention_mask, LazyMask):
         return attention_mask
     config = kwargs.get("config")
-    types = _own_attention.model_types(config)
-    if types & _MERGES_MASKS or _own_attention.computes_with_masks(config):
+    if _own_attention.computes_with_masks(config):
         from transformers.masking_utils import eager_mask
 
         dense: Any = eager_mask  # its annotations lack the tensor q_offset of a static cache
@@ -169,17 +168,11 @@ def lazy_mask(
         raise InputError(_own_attention.NO_WEIGHTS)
     if isinstance(q_offset, Tensor):
         q_offset = int(q_offset)
-    kind = UnmergedMask if "falcon" in types else LazyMask
+    kind = UnmergedMask if "falcon" in _own_attention.model_types(config) else LazyMask
     return kind(
-        batch_size, q_length, kv_length, q_offset, int(kv_offset), mask_function, attention_mask
-    )
-
-
-_MERGES_MASKS = frozenset({
-    "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "git", "lasr_encoder",
-    "t5gemma2_decoder",
-})  # fmt: skip
-"""Model types whose layers compute with their masks and then call the attention interface."""
+        batch_size, q_length, kv_length, q_offset, int(kv_offset), mask_function, attention_mask,
+        config,
+    )  # fmt: skip
 
 
 def attention_forward(
@@ -237,10 +230,11 @@ def attention_forward(
         )
     if kwargs.get("cache") is not None:
         _refuse_dropout(dropout)
-        if position_bias is not None or kwargs.get("output_attentions"):
+        masked = isinstance(attention_mask, Tensor)
+        if masked or position_bias is not None or kwargs.get("output_attentions"):
             raise InputError(
-                f"{type(module).__name__}: continuous batching is not served with a position bias "
-                "or attention weights"
+                f"{type(module).__name__}: continuous batching is not served with a position bias, "
+                "attention weights or a mask as a tensor"
             )
         given: dict[str, Any] = {"cap": softcap, "sink": s_aux}
         params: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
@@ -308,6 +302,11 @@ def _over_pages(
         raise InputError(
             f"{type(module).__name__} has a mask of its own of type {type(mask).__name__}; over "
             "pages the masks are those that the model makes of a 2-D attention_mask"
+        )
+    if query.shape[2] != key.rows.shape[2]:
+        raise InputError(
+            f"{type(module).__name__} has {query.shape[2]} queries and {key.rows.shape[2]} keys: "
+            "cross attention is not served over pages; use a cache of transformers"
         )
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
     given = {"cap": softcap, "bias": position_bias, "sink": s_aux}

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..ops.append import check_applied_once
 from ..ops.batch import BatchAttention
 from ..ops.batch_base import BatchBase
 from ..ops.cascade import CascadeAttention, cascade_levels
@@ -121,6 +122,8 @@ class StepPlanner:
                     f"attention has {name}={getattr(found, name)}, but group {group} has "
                     f"{getattr(own, name)}: plan each group with an attention for its layers"
                 )
+        if own.transform is not None:
+            check_applied_once(own.transform, attention.variant, "the attention's variant")
         unset = {
             d.name
             for d in declared_params(attention.variant)

@@ -11,12 +11,16 @@ from typing import Any, Literal
 
 import torch
 
-from ..codegen.spec import KV_DTYPES
-from ..errors import InputError
-from ..ops.append import check_transform
+from ..codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
+from ..errors import FlashAttnJitError, InputError, ParamError
+from ..ops.append import check_applied_once, check_transform
 from ..ops.arguments.checks import check_heads, check_int, shown
+from ..ops.planning.batch_params import stand_ins
+from ..variants.binding import Bound, bind_outside_modes
 from ..variants.ir.dtypes import DTYPE_NAMES
+from ..variants.ir.ir import variant_to_json
 from ..variants.library import Causal, Chunked, SlidingWindow
+from ..variants.params import Dims, declared_params, parts_of
 from ..variants.variant import Variant
 
 Reclaim = Literal["holes", "compact", "never"]
@@ -45,9 +49,10 @@ class Group:
         transform: a variant whose key_mod and value_mod change new rows on their way into the
             pages, as for `fa.plan_append`: keys are then rotated or normed once, not whenever they
             are read. `variant` is without these hooks. Not with "compact", which gives keys new
-            positions.
+            positions. Head dims are then 1 to 256.
 
-    Raises InputError for sizes and names that are out of range.
+    Raises InputError for sizes and names that are out of range, and for a variant that would apply
+    hooks of the transform again; VariantError for a transform of other head dims.
 
     Example:
         >>> fa.kv.Group(layers=(0, 2), num_kv_heads=8, head_dim=128, variant=fa.SlidingWindow(4096))
@@ -90,8 +95,21 @@ class Group:
         put("mask_params", MappingProxyType(dict(self.mask_params)))
         if self.reclaim not in _RECLAIMS:
             raise InputError(f"reclaim={shown(self.reclaim)} must be one of {', '.join(_RECLAIMS)}")
-        check_transform(self.transform)
-        if self.transform is not None and self.reclaim == "compact":
+        if self.transform is not None:
+            self._check_transform(self.transform)
+
+    def _check_transform(self, transform: Variant) -> None:
+        check_transform(transform)
+        assert self.head_dim_v is not None
+        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim > MAX_HEAD_DIM:
+                raise InputError(
+                    f"{name}={dim}, but a transform changes rows of 1 to {MAX_HEAD_DIM}"
+                )
+        if self.variant is not None:
+            check_applied_once(transform, self.variant, "variant")
+        _bind_transform(self)
+        if self.reclaim == "compact":
             raise InputError(
                 'reclaim="compact" gives keys new positions, but transform stores them as they are '
                 "at the old ones; let the variant's key_mod change them when they are read"
@@ -133,6 +151,11 @@ class Spec:
             raise InputError(
                 f"dtype={shown(self.dtype)} is not supported; supported: {', '.join(KV_DTYPES)}"
             )
+        if any(g.transform for g in groups) and DTYPE_NAMES[self.dtype] not in Q_DTYPES:
+            raise InputError(
+                f"dtype={self.dtype}, but a group has a transform, which changes rows of "
+                f"{', '.join(Q_DTYPES)}"
+            )
         layers = sorted(x for g in groups for x in g.layers)
         if layers != list(range(len(layers))) or not layers:
             missing = sorted(set(range(max(layers, default=0) + 1)) - set(layers))
@@ -157,16 +180,16 @@ class Spec:
 
     @property
     def fingerprint(self) -> bytes:
-        """A digest of shapes, layers, page size, dtype and the names of transforms: caches with
-        another one share nothing.
+        """A digest of shapes, layers, page size, dtype and transforms, with the values that these
+        hold: caches with another one share nothing.
 
-        It is the same in every process.
+        It is the same in every process. What appends give as params is no part of it.
         """
         groups = [
-            [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, g.transform and g.transform.name]
+            [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, _transform_document(g)]
             for g in self.groups
         ]
-        document = ["fajit-kv/1", self.page_size, DTYPE_NAMES[self.dtype], groups]
+        document = ["fajit-kv/2", self.page_size, DTYPE_NAMES[self.dtype], groups]
         return hashlib.sha256(json.dumps(document).encode()).digest()
 
     @classmethod
@@ -262,3 +285,67 @@ def _size(config: Any, name: str, default: int | None = None, missing: int | Non
     if value is None:
         raise InputError(f"the config has no {name}")
     return check_int(name, value, 1)
+
+
+# --- transforms before there is a batch ---------------------------------------------------------
+
+
+def _bind_transform(group: Group) -> Bound | None:
+    """A group's transform, bound to one token and zeros for the params that appends give.
+
+    None where it cannot be bound before an append: its tensors have the sizes of a batch, lie on a
+    device, or its hooks depend on sizes of the params. Raises VariantError, TraceError for hooks
+    that do not fit the head dims.
+    """
+    transform = check_transform(group.transform)
+    assert transform is not None and group.head_dim_v is not None
+    heads = group.num_kv_heads
+    dims = Dims(1, heads, heads, 1, 1, group.head_dim, group.head_dim_v, torch.device("cpu"))
+    given = {
+        name: torch.zeros_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
+        for name, value in stand_ins(transform, dims).items()
+    }
+    try:
+        return bind_outside_modes(transform, dims, given)
+    except FlashAttnJitError as error:
+        if given or isinstance(error, ParamError):
+            return None
+        raise
+
+
+def _transform_document(group: Group) -> object:
+    """What tells a group's transform from others, for JSON: its hooks, and the values they read."""
+    if group.transform is None:
+        return None
+    transform = check_transform(group.transform)
+    assert transform is not None
+    bound = _bind_transform(group)
+    made = _made_by(transform)
+    if bound is None:
+        values = [d.owner.__dict__.get(d.param.name) for d in declared_params(transform)]
+        return [transform.name, made, [_value(x) for x in values]]
+    # Default tables of the library follow from what made it; machines may round them differently.
+    derived = {d.name for d in declared_params(transform) if _is_derived(d.owner, d.param.name)}
+    tensors = [
+        None if p.name in derived else _value(t)
+        for p, t in zip(bound.ir.tensors, bound.tensors, strict=True)
+    ]
+    scalars = [_value(x) for x in bound.scalars]
+    return [transform.name, made, variant_to_json(bound.ir), tensors, scalars]
+
+
+def _is_derived(owner: Variant, name: str) -> bool:
+    return "__fajit_made_by__" in type(owner).__dict__ and name not in owner.__dict__
+
+
+def _made_by(variant: Variant) -> list[str]:
+    """The arguments that the library made the classes of a variant's parts with."""
+    made = [repr(x) for x in type(variant).__dict__.get("__fajit_made_by__", ())[1:]]
+    return made + [text for part in parts_of(variant) for text in _made_by(part)]
+
+
+def _value(x: object) -> str | None:
+    if not isinstance(x, torch.Tensor):
+        return None if x is None else repr(x)
+    entries = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+    return f"{x.dtype} {list(x.shape)} {hashlib.sha256(entries.tobytes()).hexdigest()}"

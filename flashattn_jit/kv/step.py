@@ -158,7 +158,7 @@ class Step:
         group = self._cache.check_group(group)
         return self._cache.planners[group].levels(self, group)
 
-    def plan(self, attention: BatchBase, group: int = 0, **mask_params: object) -> Plan:
+    def plan(self, attention: BatchBase, group: int = 0, /, **mask_params: object) -> Plan:
         """Plan this step's attention in a group's layers.
 
         Args:
@@ -173,8 +173,9 @@ class Step:
 
         Raises:
             InputError: the attention has other heads or head dims than the group; or, where the
-                group's mask decides which pages are kept, another mask. Tensors of params are
-                compared when an attention is first planned with them.
+                group's mask decides which pages are kept, another mask; or it would apply a hook
+                of the group's transform again. Tensors of params are compared when an attention is
+                first planned with them.
             SequenceError: after a commit or an abort.
 
         Also raises what `plan` of the attention raises.
@@ -183,7 +184,7 @@ class Step:
         group = self._cache.check_group(group)
         return self._cache.planners[group].plan(self, attention, group, mask_params)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, **params: object) -> None:
+    def append(self, layer: int, /, k: torch.Tensor, v: torch.Tensor, **params: object) -> None:
         """Write the keys and values of the new tokens into a layer's pages.
 
         Args:

@@ -15,16 +15,16 @@ from .. import _C
 from ..codegen.spec import MAX_HEAD_DIM, on_cpu, utility_target
 from ..errors import InputError, ParamError
 from ..planner.reachable import CHANGED, appends_dtypes
-from ..torch_modes import is_direct, is_quiet_and_plain
+from ..torch_modes import is_direct, is_quiet_and_plain, on_host
 from ..variants.binding import bind
-from ..variants.compose import present_hooks
+from ..variants.compose import present_hooks, shared_hooks
 from ..variants.ir.dtypes import DTYPE_NAMES
 from ..variants.variant import Variant
 from .arguments import checks
 from .arguments.calls import host_array
-from .arguments.new_rows import check_memory, check_new_rows
+from .arguments.new_rows import check_memory, check_new_rows, used_strides
 from .keys.paged import Paged
-from .keys.storage import check_pages, read_storage
+from .keys.storage import check_pages, read_indices, read_storage
 from .launching.appends import Changes, Places, copy_rows
 from .torch_ops import as_op
 
@@ -71,19 +71,22 @@ def append_paged_kv(
         TargetError: `target` is unknown, or does not run on that device.
         LaunchError: CUDA refused the launch.
 
-    If two tokens go to one slot, as when requests share a page, either of them is stored.
+    If two tokens go to one slot, as for positions that repeat or requests that share a page, its
+    contents are those of either, or of both in parts.
 
     Example:
         >>> fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, paged)
     """
     given = (k, v, k_pages, v_pages)
-    more = positions is not None or transform is not None
-    if _is_op(given, more):
+    if positions is not None or transform is not None:
+        _check_no_op(given)
+    elif _is_op(given):
         as_op.append(run_append, *given, q_indptr, paged, target)
-    else:
-        AppendPlan(q_indptr, paged, positions, transform, _device_of(k), target).write(*given)
+        return
+    run_append(*given, q_indptr, paged, target, positions, transform)
 
 
+@on_host
 def plan_append(
     q_indptr: torch.Tensor,
     paged: Paged,
@@ -101,7 +104,8 @@ def plan_append(
             0 to kv_len - 1 of its request. The last keys of each request by default.
         transform: a variant, such as ``fa.RoPE()`` or a norm and it, ``fa.QKNorm() & fa.RoPE()``.
             Its key_mod and value_mod change each row before it is stored, rounded once to the
-            dtype; its other hooks have no effect here. Attention over these pages is without them:
+            dtype; its other hooks have no effect here, and with `positions` it may not read
+            `fa.q_row`. Attention over these pages is without them:
             ``variant.without("key_mod", "value_mod")``. Rows of float32, bfloat16 or float16.
         device: of the tensors of runs; that of page_indices by default.
         target: as for `append_paged_kv`.
@@ -111,21 +115,26 @@ def plan_append(
             its pages hold.
         TargetError: `target` is unknown, or does not run on that device.
 
+    If two tokens go to one slot, as for positions that repeat or requests that share a page, its
+    contents are those of either, or of both in parts.
+
     Example:
         >>> append = fa.plan_append(q_indptr, paged)
         >>> for k, v, k_pages, v_pages in layers:
         ...     append.run(k, v, k_pages, v_pages)
     """
-    own = paged.page_indices.device if isinstance(paged, Paged) else torch.device("cpu")
-    device = own if device is None else checks.check_device(device)
-    return AppendPlan(q_indptr, paged, positions, transform, device, target)
+    q_indptr, paged = _copied(q_indptr, paged)
+    own = paged.page_indices.device
+    if device is not None or own.type != "cpu":
+        own = checks.check_device(own if device is None else device)
+    return AppendPlan(q_indptr, paged, positions, transform, own, target)
 
 
 class AppendPlan:
     """Where the new tokens of a batch go; `plan_append` makes it, and any number of runs use it.
 
-    On CPUs the slots are found when it is planned: what the tensors of the page tables become later
-    does not count. On devices they are referenced, not copied, as in `BatchAttention.plan`.
+    Tables on the host are copied when it is planned: what the caller's tensors become later does
+    not count. A page_indices on a device is referenced, not copied, as in `BatchAttention.plan`.
     """
 
     def __init__(
@@ -138,8 +147,7 @@ class AppendPlan:
         target: str | None,
     ) -> None:
         self._transform = check_transform(transform)
-        if not isinstance(paged, Paged):
-            raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
+        _check_paged(paged)
         rows, self._held_rows = host_array("q_indptr", q_indptr)
         self._stored = stored = read_storage(paged, device)
         try:
@@ -155,7 +163,8 @@ class AppendPlan:
         self._arguments = (q_indptr, paged, target)
         self._device = device
         self._target = utility_target(torch.empty(0, device=device), target)
-        self._more = positions is not None or transform is not None
+        self._has_positions = positions is not None
+        self._more = self._has_positions or transform is not None
         self._keys = _keys(lengths, positions)
         self._slots = self._host_slots() if on_cpu(self._target) else None
         self._forms: dict[object, _Steps] = {}
@@ -170,6 +179,7 @@ class AppendPlan:
 
     def run(
         self,
+        /,
         k: torch.Tensor,
         v: torch.Tensor,
         k_pages: torch.Tensor,
@@ -194,7 +204,10 @@ class AppendPlan:
             if self._transform is None:
                 raise ParamError(f"params {', '.join(params)} are a transform's, but there is none")
             given = (*given, *(x for x in params.values() if isinstance(x, torch.Tensor)))
-        if _is_op(given, self._more):
+        if self._more:
+            _check_no_op(given)
+            self._write_on_host(k, v, k_pages, v_pages, params)
+        elif _is_op(given):
             as_op.append(run_append, k, v, k_pages, v_pages, *self._arguments)
         else:
             self._write(k, v, k_pages, v_pages, params)
@@ -227,14 +240,12 @@ class AppendPlan:
             k.stride(), v.stride(), k_pages.stride(), v_pages.stride(),
             k.dtype, v.dtype, k_pages.dtype, v_pages.dtype,
             k.device, v.device, k_pages.device, v_pages.device,
-            k.requires_grad, v.requires_grad, k_pages.requires_grad, v_pages.requires_grad,
             k.is_neg(), v.is_neg(), k_pages.is_neg(), v_pages.is_neg(),
         )  # fmt: skip
         steps = self._forms.get(form)
         if steps is None:
-            steps = self._check(*given)
-            if not any(t.requires_grad for t in given):  # which is wrong in grad mode alone
-                self._forms[form] = steps
+            steps = self._forms[form] = self._check(*given)
+        checks.check_grad(given)
         check_memory(*given)
         if self._transform is not None:
             assert steps.changes is not None
@@ -255,6 +266,8 @@ class AppendPlan:
         )  # fmt: skip
         _C.copy_rows(pages, slots, k.shape[1], copies, torch.get_num_threads())
 
+    _write_on_host = on_host(_write)
+
     def _check(
         self, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
     ) -> _Steps:
@@ -270,7 +283,6 @@ class AppendPlan:
         checks.check_devices(tensors)
         if k.device != self._device and k.device.type != self._device.type:
             raise InputError(f"k is on {k.device}, but the append was planned for {self._device}")
-        checks.check_grad(tuple(tensors.values()))
         size = self._stored.page_size
         for name, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
             if cache.shape[1] != size:
@@ -333,7 +345,9 @@ class AppendPlan:
         held = (self._held_rows, *self._stored.held)
         lengths = tuple((t.dtype, t.numpy().tobytes()) for t in held)
         content = (self._stored.page_size, lengths, self._keys.tobytes())
-        return Places(self._lengths, self._keys, self._stored.page_indices, content)
+        return Places(
+            self._lengths, self._keys, self._stored.page_indices, content, self._has_positions
+        )
 
 
 class _Steps(NamedTuple):
@@ -347,6 +361,7 @@ class _Steps(NamedTuple):
     changes: Changes | None
 
 
+@on_host
 def run_append(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -355,30 +370,53 @@ def run_append(
     q_indptr: torch.Tensor,
     paged: Paged,
     target: str | None,
+    positions: torch.Tensor | None = None,
+    transform: Variant | None = None,
 ) -> None:
     """`append_paged_kv` outside of the tracer."""
-    AppendPlan(q_indptr, paged, None, None, _device_of(k), target).write(k, v, k_pages, v_pages)
+    append = AppendPlan(q_indptr, paged, positions, transform, _device_of(k), target)
+    append.write(k, v, k_pages, v_pages)
 
 
 def _device_of(k: object) -> torch.device:
     return k.device if isinstance(k, torch.Tensor) else torch.device("cpu")
 
 
-def _is_op(given: Sequence[torch.Tensor], more: bool) -> bool:
-    """Whether an append on these tensors is an op of torch's; else they are strided tensors.
+def _check_paged(paged: object) -> None:
+    if not isinstance(paged, Paged):
+        raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
 
-    more: it has positions or a transform, which the op has not. Raises InputError where only the op
-    can be called.
-    """
-    if not more:
-        return torch.compiler.is_dynamo_compiling() or not is_direct(*given)
-    if not torch.compiler.is_dynamo_compiling() and is_quiet_and_plain(*given):
-        return False
-    for name, tensor in zip(("k", "v", "k_pages", "v_pages"), given, strict=False):
-        checks.check_readable(name, tensor)
+
+def _copied(q_indptr: torch.Tensor, paged: Paged) -> tuple[torch.Tensor, Paged]:
+    """The tables, with copies of those on the host. Raises InputError for what is no table."""
+    _check_paged(paged)
+
+    def own(name: str, table: torch.Tensor) -> torch.Tensor:
+        return checks.check_host_integers(name, table, "batches").clone()
+
+    indices = paged.page_indices
+    if not isinstance(indices, torch.Tensor) or indices.is_cpu:
+        indices = read_indices("page_indices", indices, torch.device("cpu")).clone()
+    indptr, last = own("page_indptr", paged.page_indptr), own("last_page_len", paged.last_page_len)
+    return own("q_indptr", q_indptr), Paged(indptr, indices, last, paged.page_size)
+
+
+def _is_op(given: Sequence[torch.Tensor]) -> bool:
+    """Whether an append on these tensors is an op of torch's; else they are strided tensors."""
+    return torch.compiler.is_dynamo_compiling() or not is_direct(*given)
+
+
+def _check_no_op(given: Sequence[torch.Tensor]) -> None:
+    """Raises InputError where only an op could be called, which has no positions or transform."""
+    if not torch.compiler.is_dynamo_compiling():
+        if is_quiet_and_plain(*given, functions=True):
+            return
+        for name, tensor in zip(("k", "v", "k_pages", "v_pages"), given, strict=False):
+            checks.check_readable(name, tensor)
+        as_op.is_traced(given)  # its errors say more
     raise InputError(
-        "positions and a transform are not part of the op that torch.compile, export, modes and "
-        "tensor subclasses use; append outside of them"
+        "positions and a transform are not part of the op that torch.compile, export, dispatch "
+        "modes and tensor subclasses use; append outside of them"
     )
 
 
@@ -398,6 +436,22 @@ def check_transform(transform: Variant | None) -> Variant | None:
     return transform.only(*CHANGED)
 
 
+def check_applied_once(transform: Variant, variant: Variant, what: str) -> None:
+    """Raises InputError for a variant that would change stored rows as the transform did before.
+
+    what: the variant, for the message.
+    """
+    twice = shared_hooks(transform.only(*CHANGED), variant)
+    if twice:
+        names = ", ".join(f'"{hook}"' for hook in twice)
+        raise InputError(
+            f"{' and '.join(twice)} of {what} ({variant.name}) would be applied twice: "
+            f"transform={transform.name} stores rows that are changed already. Pass "
+            f"variant.without({names}); if both are meant, write one of them as a function of its "
+            "own"
+        )
+
+
 def _requests(lengths: _C.BatchLengths) -> NDArray[np.int64]:
     """The request of each new token."""
     return np.repeat(np.arange(len(lengths.q_len)), np.asarray(lengths.q_len, np.int64))
@@ -410,7 +464,7 @@ def _keys(lengths: _C.BatchLengths, positions: torch.Tensor | None) -> NDArray[n
     if positions is None:
         starts = np.cumsum(new) - new
         return np.arange(len(request)) + (kv_len - new - starts)[request]
-    keys = checks.check_host_integers("positions", positions).numpy().astype(np.int64)
+    keys = checks.check_host_integers("positions", positions).resolve_neg().numpy().astype(np.int64)
     if keys.shape != request.shape:
         raise InputError(
             f"positions must be [num_tokens={len(request)}], got {list(positions.shape)}"
@@ -426,6 +480,8 @@ def _keys(lengths: _C.BatchLengths, positions: torch.Tensor | None) -> NDArray[n
 
 
 def _steps(new: torch.Tensor, cache: torch.Tensor) -> _Step:
-    size = new.element_size()
-    (token, head), (page, slot, own) = new.stride()[:2], cache.stride()[:3]
-    return size * token, size * head, size * page, size * slot, size * own, size * new.shape[2]
+    size, row = new.element_size(), new.shape[2]
+    (token, head, _), (page, slot, own, _) = used_strides(new), used_strides(cache)
+    if new.shape[1] == 1:
+        head = own = row  # heads without gaps are copied together
+    return size * token, size * head, size * page, size * slot, size * own, size * row

@@ -45,7 +45,7 @@ class CascadeAttention(BatchBase):
 
     @on_host
     def plan(
-        self, levels: Sequence[CascadeLevel], *, q_offset: Offset = "end", **mask_params: object
+        self, levels: Sequence[CascadeLevel], /, *, q_offset: Offset = "end", **mask_params: object
     ) -> Plan:
         """Distribute the work of a batch with shared keys over workers.
 

@@ -125,6 +125,15 @@ def present_hooks(part: Variant) -> set[str]:
     return found if is_default(normalizer) else found | {"normalizer"}
 
 
+def shared_hooks(one: Variant, other: Variant) -> list[str]:
+    """The names of hooks for which two variants have a function in common, whatever its params."""
+
+    def functions(part: Variant, hook: str) -> set[int]:
+        return {id(getattr(f, "__func__", f)) for f in _leaf_hooks(part, hook)}
+
+    return [hook for hook in USER_HOOKS if functions(one, hook) & functions(other, hook)]
+
+
 def _check_cpp(parts: tuple[Variant, ...]) -> None:
     for hook in ("score_mod", "mask_mod"):
         leaves = [leaf for part in parts for leaf in _leaf_hooks(part, hook)]

@@ -13,13 +13,13 @@ transformers = pytest.importorskip(
 )
 
 import flashattn_jit as fa  # noqa: E402
-from flashattn_jit.errors import InputError  # noqa: E402
+from flashattn_jit.errors import InputError, SequenceError  # noqa: E402
 from flashattn_jit.integrations.transformers import (  # noqa: E402
     BatchGenerator,
     generate_batch,
     register,
 )
-from tests.integrations.decoders import DECODERS, VOCABULARY, build  # noqa: E402
+from tests.integrations.decoders import DECODERS, VOCABULARY, Family, build  # noqa: E402
 from tests.integrations.test_paged_cache import FAMILIES  # noqa: E402
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -171,6 +171,103 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+def test_a_step_that_fails_is_repeated(ours: Any) -> None:
+    """Whether the model or the callback failed; tokens are neither lost nor computed twice."""
+    wanted = [r.tokens for r in generate_batch(ours, prompts(), max_new_tokens=NEW)]
+    cache = cache_of(ours, 22)
+    failures, streamed = 0, [[] for _ in prompts()]  # type: ignore[var-annotated]
+
+    def fail_at_times(*_: Any) -> None:
+        nonlocal failures
+        failures += 1
+        if failures % 3 == 0:
+            raise ValueError("at times")
+
+    def on_token(prompt: int, token: int) -> None:
+        streamed[prompt].append(token)
+        fail_at_times()
+
+    batch = BatchGenerator(
+        ours, prompts(), max_new_tokens=NEW, cache=cache, max_step_tokens=24, on_token=on_token
+    )
+    hook = ours.model.layers[1].register_forward_pre_hook(fail_at_times)
+    with torch.inference_mode():
+        while batch.is_running:
+            try:
+                batch.step()
+            except ValueError:
+                cache.check()
+    hook.remove()
+    assert failures > 40 and [r.tokens for r in batch.results] == wanted == streamed
+    assert not cache.sequences
+
+
+@pytest.mark.parametrize("method", ["close", "step", "run"])
+def test_the_callback_may_not_call_its_generator(ours: Any, method: str) -> None:
+    cache = cache_of(ours, 50)
+
+    def on_token(*_: int) -> None:
+        getattr(batch, method)()
+
+    batch = BatchGenerator(ours, prompts(), max_new_tokens=NEW, cache=cache, on_token=on_token)
+    with pytest.raises(SequenceError, match=r"in the middle of a step; raise an exception"):
+        batch.run()
+    cache.check()
+    assert not cache.sequences and not batch.is_running
+
+
+@pytest.mark.parametrize("what", ["close", "step"])
+def test_the_callback_uses_sequences_of_the_call(ours: Any, what: str) -> None:
+    """An error of `fa.kv`, and no sequence is left open."""
+    cache = cache_of(ours, 50)
+
+    def on_token(*_: int) -> None:
+        if what == "close":
+            cache.sequences[-1].close()
+        else:
+            cache.step([(cache.sequences[0], [3])])
+
+    with pytest.raises(SequenceError):
+        generate_batch(ours, prompts(), max_new_tokens=NEW, cache=cache, on_token=on_token)
+    cache.check()
+    assert not cache.sequences
+
+
+def test_the_last_token_needs_no_room(ours: Any) -> None:
+    """prompt + new tokens = max_kv_len + 1, and a page less than for all of them."""
+    prompt = prompts()[0][:9]
+    wanted = generate_batch(ours, [prompt], max_new_tokens=8)
+    spec = fa.kv.Spec.from_config(ours.config, page_size=4, dtype=torch.float32)
+    cache = fa.kv.Cache(spec, 4, max_kv_len=16)
+    results = generate_batch(ours, [prompt], max_new_tokens=8, cache=cache)
+    assert results[0].tokens == wanted[0].tokens and len(wanted[0].tokens) == 8
+    with pytest.raises(InputError, match="max_kv_len=16"):
+        generate_batch(ours, [prompt], max_new_tokens=9, cache=cache)
+
+
+def test_the_number_of_new_tokens_is_that_of_the_generation_config(ours: Any) -> None:
+    config = transformers.GenerationConfig(max_new_tokens=5)
+    (result,) = generate_batch(ours, [[5, 6]], generation_config=config)
+    assert len(result.tokens) == 5
+    (result,) = generate_batch(ours, [[5, 6]], max_new_tokens=3, generation_config=config)
+    assert len(result.tokens) == 3
+    (result,) = generate_batch(ours, [[5, 6]])
+    assert len(result.tokens) == 64
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forced_eos_token_id": 7}, {"encoder_repetition_penalty": 0.5},
+        {"encoder_no_repeat_ngram_size": 1}, {"exponential_decay_length_penalty": (3, 2.0)},
+    ],
+)  # fmt: skip
+def test_options_that_depend_on_the_prompt(ours: Any, options: dict[str, Any]) -> None:
+    options = {"eos_token_id": 7, **options}
+    results = generate_batch(ours, prompts(), max_new_tokens=NEW, **options)
+    assert [r.tokens for r in results] == alone(ours, options)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -184,6 +281,15 @@ def _interrupt(*_: Any) -> None:
         ({"max_requests": 0}, "max_requests=0"), ({"max_step_tokens": -1}, "max_step_tokens=-1"),
         ({"num_beams": 2}, "num_beams=2: generate_batch makes one sequence"),
         ({"stop_strings": ["a"]}, "stop_strings is not supported"),
+        ({"prompt_lookup_num_tokens": 1}, "prompt_lookup_num_tokens is not supported"),
+        ({"max_time": 1}, "max_time is not supported"),
+        ({"output_scores": True}, "output_scores is not supported"),
+        ({"token_healing": True}, "token_healing is not supported"),
+        ({"penalty_alpha": 0.6}, "penalty_alpha is not supported"),
+        ({"max_length": 20}, "max_length is not supported by generate_batch; give max_new_tokens"),
+        ({"use_cache": False}, "use_cache=False: generate_batch needs its cache"),
+        ({"assistant_model": 1}, "assistant_model are not known"),
+        ({"stopping_criteria": []}, "stopping_criteria are not known"),
         ({"temprature": 1.0}, "temprature"),
     ],
 )  # fmt: skip
@@ -241,3 +347,29 @@ def test_the_continuous_batching_of_transformers(name: str) -> None:
         assert implementation.endswith(model.config._attn_implementation)
         found.append([outputs[key].generated_tokens for key in sorted(outputs)])
     assert found[0] == found[1] == found[2] and all(len(x) == 12 for x in found[0])
+
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "pad_token_id": 0,
+         "num_attention_heads": 4, "intermediate_size": 32, "num_key_value_heads": 4}  # fmt: skip
+BART = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 1, "decoder_ffn_dim": 32,
+        "decoder_attention_heads": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        *((DECODERS[name], "its layers do not pass continuous batching's cache to attention")
+          for name in ("bloom", "mpt", "falcon", "falcon_alibi", "gptj")),
+        (Family("BartConfig", "BartForCausalLM", BART), "takes no position_ids"),
+        (Family("NemotronConfig", "NemotronForCausalLM", SIZES),
+         r"layers\.0 does not pass continuous batching's cache on"),
+        (Family("DiffLlamaConfig", "DiffLlamaForCausalLM", SIZES), "attends twice"),
+        (Family("DogeConfig", "DogeForCausalLM", SIZES), "compute with their masks"),
+    ],
+    ids=["bloom", "mpt", "falcon", "falcon_alibi", "gptj", "bart", "nemotron", "diffllama", "doge"],
+)  # fmt: skip
+def test_models_that_continuous_batching_would_serve_wrongly(family: Family, message: str) -> None:
+    config = getattr(transformers, family.config)(**family.values)
+    model = getattr(transformers, family.model)._from_config(config, attn_implementation=register())
+    with pytest.raises(InputError, match=message):
+        model.eval().generate_batch(inputs=prompts(), progress_bar=False)

@@ -57,7 +57,7 @@ def generated(model: Any, options: dict[str, Any], **more: Any) -> torch.Tensor:
     ids, mask = prompts()
     torch.manual_seed(1)
     tokens = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, use_cache=True, **options, **more
+        ids, attention_mask=mask, max_new_tokens=NEW, **{"use_cache": True, **options, **more}
     )
     assert isinstance(tokens, torch.Tensor)
     return tokens
@@ -174,10 +174,47 @@ def test_a_forward_pass_that_fails_leaves_the_cache_as_it_was(llama: tuple[Any, 
     with pytest.raises(OutOfPages):
         ours(ids, attention_mask=mask, past_key_values=small)
     small.pages.check()
-    assert small.length == 0
-    small.reset()
+    assert small.length == 0 and not small.pages.sequences  # nor is the number of rows fixed
     ours(ids[:1, :9], past_key_values=small)
     assert small.length == 9
+
+
+def test_a_first_forward_pass_that_fails_leaves_no_sequences(llama: tuple[Any, Any]) -> None:
+    _, ours = llama
+    ids, mask = prompts()
+    cache = PagedCache.for_model(ours, 400, page_size=4)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = ours.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ours(ids, attention_mask=mask, past_key_values=cache)
+    hook.remove()
+    wanted = ours(ids[:1], use_cache=False).logits
+    torch.testing.assert_close(ours(ids[:1], past_key_values=cache).logits, wanted)
+    assert cache.batch_size == 1 and len(cache.pages.sequences) == 1
+    hook = ours.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ours(ids[:1], past_key_values=cache)
+    hook.remove()
+    cache.reset()
+    cache.pages.check()
+    assert not cache.pages.sequences and cache.pages.stats().groups[0].used == 0
+
+
+def test_a_mask_without_the_cached_tokens_and_no_use_of_the_cache(llama: tuple[Any, Any]) -> None:
+    _, ours = llama
+    ids, mask = prompts()
+    cache = PagedCache.for_model(ours, 400, page_size=4)
+    with pytest.raises(InputError, match="use_cache=False with a PagedCache"):
+        generated(ours, {}, past_key_values=cache, use_cache=False)
+    ours(ids, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(InputError, match="attention_mask has 1 positions for 18 cached and 1 new"):
+        ours(ids[:, :1], attention_mask=mask[:, -1:], past_key_values=cache)
+    assert cache.length == 18
+    cache.reset()
+    cache.pages.check()
 
 
 def test_what_a_paged_cache_refuses(llama: tuple[Any, Any]) -> None:

@@ -51,6 +51,69 @@ def test_transforms() -> None:
         fa.kv.Group((0,), 1, 8, transform=fa.Causal())
 
 
+def test_transforms_of_other_shapes_and_dtypes() -> None:
+    with pytest.raises(fa.InputError, match="head_dim=512, but a transform changes rows of 1 to"):
+        fa.kv.Group((0,), 1, 512, transform=fa.RoPE())
+    with pytest.raises(fa.InputError, match="head_dim_v=257"):
+        fa.kv.Group((0,), 1, 8, 257, transform=fa.RoPE())
+    with pytest.raises(fa.VariantError, match="head_dim=7"):
+        fa.kv.Group((0,), 1, 7, transform=fa.RoPE())
+    group = fa.kv.Group((0,), 1, 8, transform=fa.QKNorm())  # whose weights come with appends
+    with pytest.raises(fa.InputError, match=r"dtype=torch\.int8, but a group has a transform"):
+        fa.kv.Spec((group,), dtype=torch.int8)
+
+
+class Scaled(fa.Variant):
+    """Keys times a number, and a table that has the size of a batch."""
+
+    factor: float = fa.scalar(2.0)
+    table: torch.Tensor = fa.tensor("batch", "head_dim", default=None)
+
+    def key_mod(self, row, b, kv_h, kv_idx):  # type: ignore[no-untyped-def]
+        return row * self.factor * (1.0 if self.table is None else self.table[b])
+
+
+@pytest.mark.parametrize("variant", [fa.RoPE(500.0), fa.Causal() & fa.RoPE().named("other")])
+def test_a_variant_that_repeats_its_transform(variant: fa.Variant) -> None:
+    transform = fa.QKNorm() & fa.RoPE()
+    with pytest.raises(fa.InputError, match=r'applied twice: .*without\("key_mod"\)'):
+        fa.kv.Group((0,), 1, 8, variant=variant, transform=transform)
+    fa.kv.Group((0,), 1, 8, variant=variant.without("key_mod"), transform=transform)
+    fa.kv.Group((0,), 1, 8, variant=variant, transform=fa.QKNorm())
+
+
+def scaled(factor: object) -> fa.Variant:
+    return fa.variant(key_mod=lambda row, b, h, i: row * factor, name="scaled")
+
+
+def test_inverse_functions_are_no_repetition() -> None:
+    fa.kv.Group((0,), 1, 8, variant=scaled(0.5), transform=scaled(2.0))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (scaled(2.0), scaled(3.0)),
+        (scaled(torch.ones(8)), scaled(torch.arange(8.0))),
+        (scaled(2.0), fa.variant(key_mod=lambda row, b, h, i: row + 2.0, name="scaled")),
+        (scaled(2.0), fa.variant(value_mod=lambda row, b, h, i: row * 2.0, name="scaled")),
+        (fa.RoPE(), fa.RoPE(500.0)),
+        (fa.RoPE(), fa.RoPE(interleaved=True)),
+        (Scaled(factor=2.0), Scaled(factor=3.0)),
+        (Scaled(table=torch.ones(3, 8)), Scaled(table=torch.zeros(3, 8))),
+        (fa.RoPE(scaling=fa.DynamicNTKScaling(2.0, 4096)),
+         fa.RoPE(scaling=fa.DynamicNTKScaling(4.0, 4096))),
+    ],
+)  # fmt: skip
+def test_fingerprints_tell_transforms_apart(one: fa.Variant, other: fa.Variant) -> None:
+    """Of one name, with other hooks or other values."""
+    assert one.name == other.name
+    prints = [
+        fa.kv.Spec((fa.kv.Group((0,), 1, 8, transform=t),)).fingerprint for t in (one, other, one)
+    ]
+    assert prints[0] != prints[1] and prints[0] == prints[2]
+
+
 def config(**more: object) -> SimpleNamespace:
     return SimpleNamespace(
         **{"num_hidden_layers": 6, "num_attention_heads": 8, "hidden_size": 512, **more}
@@ -121,7 +184,9 @@ def test_configs_without_a_spec(changes: dict[str, object], message: str) -> Non
 
 DIGESTS = """
 import numpy as np, flashattn_jit as fa
-spec = fa.kv.Spec((fa.kv.Group((0,), 1, 8, variant=fa.Causal()),), 4)
+scale = fa.variant(value_mod=lambda row, b, h, i: row * 2.5)
+transform = fa.QKNorm() & fa.RoPE() & scale
+spec = fa.kv.Spec((fa.kv.Group((0,), 1, 8, variant=fa.Causal(), transform=transform),), 4)
 cache = fa.kv.Cache(spec, 8, max_kv_len=64)
 seq = cache.open([])
 with cache.step([(seq, range(8))]) as step:

@@ -194,7 +194,7 @@ def test_plans_of_what_is_no_attention() -> None:
     with pytest.raises(fa.InputError, match="CascadeAttention"):
         step.plan(fa.Causal())  # type: ignore[arg-type]
     with pytest.raises(fa.InputError, match="group"):
-        step.plan(attention(fa.BatchAttention, fa.Causal()), group=1)
+        step.plan(attention(fa.BatchAttention, fa.Causal()), 1)
     with pytest.raises(fa.InputError, match="layer"):
         step.append(1, torch.zeros(2, 2, 32), torch.zeros(2, 2, 32))
 
@@ -316,3 +316,43 @@ def test_params_of_a_plan_are_looked_at_again_when_they_change() -> None:
         with pytest.raises(fa.InputError, match="mask of attention"):
             step.plan(own, window=10)
         step.plan(own)
+
+
+class Named(fa.Variant):
+    """Params that are called like arguments of a step's methods."""
+
+    attention: float = fa.scalar(1.0)
+    group: int = fa.scalar(64)
+    layer: float = fa.scalar(2.0)
+    levels: int = fa.scalar(0)
+
+    def mask_mod(self, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        near = q_idx - kv_idx < self.group + self.levels + self.attention
+        return (kv_idx <= q_idx) & near
+
+    def key_mod(self, row, b, kv_h, kv_idx):  # type: ignore[no-untyped-def]
+        return row * self.layer
+
+
+@pytest.mark.parametrize("kind", [fa.BatchAttention, fa.CascadeAttention])
+def test_params_may_be_called_like_arguments(kind: type) -> None:
+    given = {"attention": 2.0, "group": 9, "levels": 1}
+    group = fa.kv.Group(
+        (0,), 2, 32, num_q_heads=4, variant=Named().only("mask_mod"), mask_params=given,
+        transform=Named(),
+    )  # fmt: skip
+    cache = fa.kv.Cache(fa.kv.Spec((group,), 16, torch.float32), 16, max_kv_len=256)
+    with cache.step([(cache.open([]), range(20))]) as step:
+        step.plan(attention(kind, Named().only("mask_mod")), 0, **given)
+        k = torch.randn(20, 2, 32)
+        step.append(0, k, k, layer=3.0)
+        assert torch.equal(cache.tensors(0)[0][step.paged().page_indices[0]], 3 * k[:16])
+
+
+def test_an_attention_that_rotates_stored_keys_again() -> None:
+    group = fa.kv.Group((0,), 2, 32, num_q_heads=4, transform=fa.QKNorm() & fa.RoPE())
+    cache = fa.kv.Cache(fa.kv.Spec((group,), 16, torch.float32), 16, max_kv_len=256)
+    with cache.step([(cache.open([]), range(20))]) as step:
+        with pytest.raises(fa.InputError, match=r'applied twice.*without\("key_mod"\)'):
+            step.plan(attention(fa.BatchAttention, fa.RoPE() & fa.Causal()))
+        step.plan(attention(fa.BatchAttention, fa.RoPE().without("key_mod") & fa.Causal()))

@@ -19,7 +19,7 @@ import torch
 
 from ... import _C
 from ...errors import InputError
-from ...torch_modes import need_values
+from ...torch_modes import need_values, refuse_transforms
 from ...variants.binding import Structure
 from ...variants.params import Dims
 from . import checks
@@ -328,7 +328,12 @@ def bind_tensors(
         )
 
         tensors = [*tensors, *build_tables(known.tables, tensors)]
-    addresses = tuple([t.data_ptr() if t.numel() else 0 for t in tensors])
+    try:
+        addresses = tuple([t.data_ptr() if t.numel() else 0 for t in tensors])
+    except RuntimeError:
+        for tensor in tensors:
+            refuse_transforms(tensor)
+        raise
     if 0 in addresses:
         need_values("a tensor of the variant", "a kernel reads them", tensors)
     return (

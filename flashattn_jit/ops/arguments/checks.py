@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from ...codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ...errors import GradError, InputError
-from ...torch_modes import GRAD_MESSAGE, PLAIN, need_values, unreadable
+from ...torch_modes import GRAD_MESSAGE, PLAIN, need_values, refuse_transforms, unreadable
 from ...variants.ir.dtypes import DTYPE_NAMES
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -317,6 +317,7 @@ def check_host_integers(name: str, value: object, planned: str = "lengths") -> t
         )
     if type(value) is not torch.Tensor:
         need_values(name, f"{planned} are planned from them", (value,))
+    refuse_transforms(value)
     return value
 
 

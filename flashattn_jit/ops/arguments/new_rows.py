@@ -52,3 +52,16 @@ def check_memory(
         for label, other in caches:
             if memory == other and new.numel():
                 raise InputError(f"{name} lies in the memory of {label}; pass {name}.clone()")
+
+
+def used_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides with those of dims of one entry, which may be any number, as 0, the last as 1."""
+    strides = [s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    return (*strides[:-1], 1)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of checked rows or pages as uint8."""
+    if 1 in tensor.shape:
+        tensor = tensor.as_strided(tensor.shape, used_strides(tensor))
+    return tensor.view(torch.uint8)

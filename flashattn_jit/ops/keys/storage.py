@@ -14,7 +14,7 @@ import torch
 
 from ... import _C, env
 from ...errors import InputError
-from ...torch_modes import need_values
+from ...torch_modes import need_values, refuse_transforms
 from ..arguments.calls import Array, host_array
 from ..arguments.checks import INT32_MAX, INTEGERS, check_int, check_readable, no_tensor
 from .paged import PAGE_SIZE_RULE, Paged
@@ -124,6 +124,7 @@ def read_indices(name: str, indices: object, device: torch.device, shape: str = 
         got = indices.dtype if isinstance(indices, torch.Tensor) else no_tensor(name, indices)
         raise InputError(f"{name} must be an int32 or int64 tensor{shape}, got {got}")
     check_readable(name, indices)
+    refuse_transforms(indices)
     if indices.device != device and indices.device.type != device.type:
         raise InputError(
             f"{name} are on {indices.device}, the batch on {device}; move them with "

@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from ... import _C
 from ...codegen.spec import APPEND_TOKENS, UtilitySpec, append_kernel, on_cpu
 from ...codegen.targets import compiled_target
+from ...errors import InputError
 from ...variants.binding import Bound, Structure
 from ...variants.ir.dtypes import DTYPE_NAMES
+from ...variants.ir.ir import reads_builtin
 from ...variants.params import Dims
 from ..arguments.calls import Layouts, bind_tensors
+from ..arguments.new_rows import as_bytes
 from ..device.cuda import LaunchTensors, check_params
 from ..device.plan_memory import launch
 from .utility import Planned, UtilityWork, addresses, layouts, load_kernel, planned, run_utility
@@ -29,13 +32,14 @@ class Places:
     """Where new tokens go.
 
     keys: [num_tokens], the key that each becomes. page_indices: int32, on the device. content: what
-    equal appends have equal.
+    equal appends have equal. has_positions: whether the keys are the caller's choice.
     """
 
     lengths: _C.BatchLengths
     keys: NDArray[np.int64]
     page_indices: torch.Tensor
     content: tuple[object, ...]
+    has_positions: bool
 
 
 def copy_rows(places: Places, given: Sequence[torch.Tensor], target: str) -> None:
@@ -43,7 +47,7 @@ def copy_rows(places: Places, given: Sequence[torch.Tensor], target: str) -> Non
 
     Raises CompileError, LaunchError.
     """
-    views = [t.view(torch.uint8) for t in given]
+    views = [as_bytes(t) for t in given]
     shapes, unit_bytes, num_pages = layouts(views), _unit_bytes(views), views[2].shape[0]
 
     def work() -> UtilityWork:
@@ -69,7 +73,7 @@ class Changes:
         self._places, self._target, self._name = places, target, name
         self._head_dims = (k.shape[2], v.shape[2])
         self._dtypes = DTYPE_NAMES[k.dtype], DTYPE_NAMES[v.dtype]
-        self._shapes = layouts([t.view(torch.uint8) for t in given])
+        self._shapes = layouts([as_bytes(t) for t in given])
         self._heads, self._num_pages = k.shape[1], k_pages.shape[0]
         lengths = places.lengths
         self.dims = Dims(
@@ -82,7 +86,8 @@ class Changes:
         """Write k and v, changed, into k_pages and v_pages, which are `given` in this order.
 
         bound: the variant, bound to `dims`. Raises CompileError, LaunchError, InputError for a
-        variant with more params than a kernel takes.
+        variant with more params than a kernel takes, or that reads `fa.q_row` where positions are
+        given.
         """
         known = bound.structure
         params, own, held = bind_tensors(known, bound.tensors)
@@ -92,7 +97,7 @@ class Changes:
         call, block = found
         scalars = tuple(bound.scalars)
         if block is not None:
-            views = [t.view(torch.uint8) for t in given]
+            views = [as_bytes(t) for t in given]
             names = known.tensor_names
             launch(
                 block, call, _launch_tensors(self._places, views, held, params, scalars, names), 1.0
@@ -106,6 +111,12 @@ class Changes:
         )  # fmt: skip
 
     def _plan(self, known: Structure, own: Layouts) -> Planned:
+        if self._places.has_positions and reads_builtin(known.ir, "q_row"):
+            raise InputError(
+                f"{self._name} reads fa.q_row, which finds a token by its key where new tokens are "
+                "the last keys, but positions give them others; index by kv_idx or by "
+                "fa.kv_slot(b, kv_idx) instead"
+            )
         shapes = (*own, *self._shapes)
 
         def work() -> UtilityWork:

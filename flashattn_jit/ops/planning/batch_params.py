@@ -82,6 +82,11 @@ def stand_in(param: Param, dims: Dims, dtype: torch.dtype | None = None) -> obje
     return torch.empty(sizes, dtype=dtype, device=dims.device)
 
 
+def stand_ins(variant: Variant, dims: Dims) -> dict[str, object]:
+    """Stand-ins for the declared params that have neither a default nor a value."""
+    return {d.name: stand_in(d.param, dims) for d in _without_value(variant)}
+
+
 def refuse_mask_params(variant: Variant, given: Params, mask_params: frozenset[str]) -> None:
     """Raises ParamError for params given to a run that belong to the plan."""
     for name in given:
@@ -102,8 +107,7 @@ def bound_kernels(
     tma: bool,
 ) -> Pair:
     """The kernels of every batch within the limits; on CPUs without their modules."""
-    params = {d.name: stand_in(d.param, dims) for d in _without_value(variant)}
-    bound = bind_on_host(variant, dims, params)
+    bound = bind_on_host(variant, dims, stand_ins(variant, dims))
     unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
     needs = Needs(ALL_ROWS, True, paged, sparse, mixed, unaligned=unaligned, tma=tma)
     if kernels.options.cpu:

@@ -155,6 +155,8 @@ def append(
         return
     if not torch.compiler.is_dynamo_compiling():
         _refuse_functionalize("k_pages or v_pages", (k_pages, v_pages))
+        if _is_transformed():
+            _check_transforms(given)
     if not isinstance(paged, Paged):
         raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
     tables = (paged.page_indptr, paged.page_indices, paged.last_page_len)
@@ -300,14 +302,19 @@ def _is_transformed() -> bool:
 
 def _lost_transform(values: Iterable[object]) -> tuple[str, str] | None:
     """The error, as `_problem` returns it, for a tensor whose transform an op would drop."""
-    tensors = [x for x in values if isinstance(x, torch.Tensor)]
     try:
-        checks.check_grad(tensors)
-        for tensor in tensors:
-            refuse_transforms(tensor)
+        _check_transforms(values)
     except FlashAttnJitError as error:
         return type(error).__name__, str(error)
     return None
+
+
+def _check_transforms(values: Iterable[object]) -> None:
+    """Raises GradError or InputError for a tensor whose transform an op would drop."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    checks.check_grad(tensors)
+    for tensor in tensors:
+        refuse_transforms(tensor)
 
 
 def _refuse_functionalize(what: str, values: Iterable[object]) -> None:

@@ -414,6 +414,11 @@ class VariantIR:
 _OF_REQUEST = ("kv_len", "q_len", "q_row")
 
 
+def reads_builtin(variant: VariantIR, name: str) -> bool:
+    """Whether a hook calls the built-in of this name (`BUILTINS`)."""
+    return any(node.op == name for _, graph in variant.hooks for node in graph.nodes)
+
+
 def keys_read_request(variant: VariantIR) -> bool:
     """Whether `key_mod` or `value_mod` depends on the request b, or on a length or row of any.
 
