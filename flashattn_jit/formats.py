@@ -79,11 +79,12 @@ class Format:
         return head_dim * self.dtype.itemsize + own
 
     def quantize(self, x: Tensor, *, heads_dim: int = -2) -> Stored:
-        """The codes of `x` and their scales: the largest magnitude that shares a scale becomes the
-        largest code.
+        """The codes of `x` and their scales, the least at which no code is beyond the largest.
 
-        Codes are ``x / scale`` in fp32, rounded to nearest, ties to even. Where all values are zero
-        the scale is 0.
+        Codes are ``x / scale`` in fp32, rounded to nearest, ties to even. The scale is the largest
+        magnitude over the largest code, rounded to scale_dtype and from there up if need be: 0
+        where all values are 0, infinite where scale_dtype ends. NaN or infinite values make it NaN,
+        and the values that share it.
 
         Args:
             x: floating tensor [..., head_dim] on any device, such as pages [num_pages, page_size,
@@ -92,7 +93,7 @@ class Format:
                 tensors [batch, num_kv_heads, kv_len, head_dim].
 
         Raises:
-            InputError: x is no floating tensor of at least two dims, or has NaN or infinite values.
+            InputError: x is no floating tensor of at least two dims.
 
         Example:
             >>> stored = fa.kv.Format("e4m3", scale="head").quantize(k, heads_dim=1)
@@ -103,24 +104,27 @@ class Format:
             raise InputError(f"heads_dim={heads_dim} is no dim of x before its last one")
         code = CODES[self.code]
         x = x.detach().float()
-        if not bool(torch.isfinite(x).all()):
-            raise InputError("x has NaN or infinite values, which no scale can represent")
-        magnitude = x.abs()
         shared = {
-            "tensor": range(x.dim()),
+            "tensor": [*range(x.dim())],
             "head": [d for d in range(x.dim()) if d != heads_dim % x.dim()],
             "token_head": [x.dim() - 1],
         }[self.scale]
-        for d in shared if x.numel() else ():
-            magnitude = magnitude.amax(d, keepdim=True)
-        if not x.numel():
-            shape = [1 if d in shared else n for d, n in enumerate(x.shape)]
-            magnitude = x.new_zeros(shape)
-        scales = (magnitude / code.largest).to(self.scale_dtype)
-        scaled = torch.where(scales == 0, 0.0, x / scales.float())
-        scaled = scaled.clamp(-code.largest, code.largest)
+        if x.numel():
+            magnitude = x.abs().amax(shared, keepdim=True)
+        else:
+            magnitude = x.new_zeros([1 if d in shared else n for d, n in enumerate(x.shape)])
+        scales = _least_scales(magnitude, code.largest, self.scale_dtype)
+        scaled = (x / scales.float()).nan_to_num(0.0).clamp(-code.largest, code.largest)
         codes = scaled.round() if code.dtype == torch.int8 else scaled
         return Stored(codes.to(code.dtype), scales.squeeze(-1))
+
+
+def _least_scales(magnitude: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
+    """The least scales at which `magnitude` is at most the largest code; NaN unless finite."""
+    magnitude = torch.where(magnitude.isfinite(), magnitude, torch.nan)
+    scales = (magnitude / largest).to(dtype)
+    bits = scales.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    return (bits + (scales.float() * largest < magnitude)).to(bits.dtype).view(dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +167,11 @@ class Stored:
         """The values, fp32, in the layout of codes."""
         return self.codes.float() * self.scales.float().unsqueeze(-1)
 
+    @property
+    def has_own_scales(self) -> bool:
+        """Whether each row has a scale of its own, which an append computes and stores."""
+        return self.scales.shape == self.codes.shape[:-1]
+
     def of_rows(self) -> Tensor:
         """Scales as a view of the shape of the rows, codes.shape[:-1]."""
         return self.scales.expand(self.codes.shape[:-1])
@@ -188,6 +197,9 @@ class Stored:
                 "num_kv_heads]"
             ) from None
 
+
+Codes = Tensor | Stored
+"""Keys or values: a tensor, or a quantised one."""
 
 KvFormat = Format | tuple[Format | None, Format | None]
 """A format of keys and values both, or one of each; None for values as they are."""
@@ -233,6 +245,28 @@ class DenseValueScale(Variant):
         return row * self.v_scale[b, kv_h, kv_idx]
 
 
+class KeyCode(Variant):
+    """``k / k_scale[slot, kv_h]``, for keys on their way into pages; 0 where the scale is 0."""
+
+    k_scale: Tensor = tensor("num_slots", "num_kv_heads")
+
+    def key_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
+        """The formula of the class."""
+        scale = self.k_scale[kv_slot(b, kv_idx), kv_h]
+        return torch.where(scale == 0, 0.0, row / scale)
+
+
+class ValueCode(Variant):
+    """``v / v_scale[slot, kv_h]``, for values on their way into pages; 0 where the scale is 0."""
+
+    v_scale: Tensor = tensor("num_slots", "num_kv_heads")
+
+    def value_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
+        """The formula of the class."""
+        scale = self.v_scale[kv_slot(b, kv_idx), kv_h]
+        return torch.where(scale == 0, 0.0, row / scale)
+
+
 _SLOTS: tuple[type[Variant], type[Variant]] = (KeyScale, ValueScale)
 _DENSE: tuple[type[Variant], type[Variant]] = (DenseKeyScale, DenseValueScale)
 
@@ -257,11 +291,12 @@ def codes_of(name: str, x: object, own: Format | None, params: dict[str, object]
         return x  # type: ignore[return-value]  # what it is, the call checks
     if x.codes.dtype != own.dtype:
         raise InputError(f"{name} has codes of {x.codes.dtype}, but its format is {own}")
-    _put_scale(name, x, params, dense=False)
+    put_scale(name, x, params)
     return x.codes
 
 
-def _put_scale(name: str, x: Stored, params: dict[str, object], dense: bool) -> None:
+def put_scale(name: str, x: Stored, params: dict[str, object], dense: bool = False) -> None:
+    """Adds the scales of k or v to params. Raises InputError."""
     if f"{name}_scale" in params:
         raise InputError(f"{name}_scale is given, but {name} is an fa.kv.Stored, which has scales")
     params[f"{name}_scale"] = x.of_rows() if dense else x.of_slots(name)
@@ -280,6 +315,13 @@ def unwrap(
     codes = []
     for name, x in (("k", k), ("v", v)):
         if isinstance(x, Stored):
-            _put_scale(name, x, params, dense)
+            put_scale(name, x, params, dense)
         codes.append(x.codes if isinstance(x, Stored) else x)
     return codes[0], codes[1], variant
+
+
+def divided(variant: Variant, keys: bool, values: bool) -> Variant:
+    """`variant` on new rows, then divided by scales that are given."""
+    for chosen, code in ((keys, KeyCode), (values, ValueCode)):
+        variant = variant & code() if chosen else variant
+    return variant

@@ -25,6 +25,7 @@ from ..variants.ir.document import (
 )
 from ..variants.ir.ir import ROW_HOOKS, Node, VariantIR, canonical_json
 from .spec import (
+    CODE_DTYPES,
     FEATURES,
     KV_DTYPES,
     MAX_HEAD_DIM,
@@ -230,13 +231,17 @@ def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
 def _check_append(spec: KernelSpec) -> None:
     """Raises ManifestError unless a kernel of kind "append" is one of the planner's."""
     dtypes = (spec.k_dtype, spec.v_dtype)
+    codes = not is_cuda(spec.target) and not {*dtypes}.isdisjoint(CODE_DTYPES)
+    allowed = (spec.q_dtype, *CODE_DTYPES) if codes else Q_DTYPES
     for i, dtype in enumerate(dtypes):
-        choice(f"dtypes[{i + 1}]", dtype, Q_DTYPES)
+        choice(f"dtypes[{i + 1}]", dtype, allowed)
     choice("target", spec.target, (*CPU_TARGETS, *CUDA_TARGETS))
     for hook, _ in (*spec.variant.hooks, *spec.variant.cpp):
         choice("variant.hooks", hook, ("key_mod", "value_mod"))
     dims = (spec.head_dim, spec.head_dim_v)
-    if spec != append_kernel(spec.variant, dims, dtypes, spec.target):
+    if spec != append_kernel(
+        spec.variant, dims, dtypes, spec.target, new_dtype=spec.q_dtype if codes else ""
+    ):
         raise fail("tile", "appending has one kernel, of 16 tokens, with the dtype of k for q")
 
 

@@ -75,6 +75,9 @@ DTYPE_BYTES = {dtype.name: dtype.bytes for dtype in STORAGE}
 CPP_TYPES = {dtype.name: dtype.cpp for dtype in STORAGE}
 """The types of these dtypes in the headers of CPU kernels."""
 
+CODE_DTYPES = tuple(dtype.name for dtype in STORAGE if dtype.bytes == 1)
+"""Dtypes of quantised keys and values."""
+
 KV_DTYPES = tuple(DTYPE_BYTES)
 """Dtypes of keys and values on CPU targets."""
 
@@ -365,16 +368,18 @@ def append_kernel(
     dtypes: tuple[str, str],
     target: str,
     name: str = "variant",
+    new_dtype: str = "",
 ) -> KernelSpec:
     """The kernel that changes new keys and values by the variant's hooks on their way into pages.
 
-    dtypes: of keys and values.
+    dtypes: of keys and values as they are stored. new_dtype: of new rows that become codes, else
+    that of keys.
     """
     compiled = compiled_target(target)
     warps, stages = (4, 1) if is_cuda(compiled) else (0, 0)
     return KernelSpec(
-        variant, dtypes[0], *dtypes, *head_dims, compiled, "append", APPEND_TOKENS, 16, (), name,
-        warps, stages,
+        variant, new_dtype or dtypes[0], *dtypes, *head_dims, compiled, "append", APPEND_TOKENS, 16,
+        (), name, warps, stages,
     )  # fmt: skip
 
 

@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 from .. import _C
 from ..codegen.spec import MAX_HEAD_DIM, on_cpu, utility_target
 from ..errors import InputError, ParamError
+from ..formats import CODES, Codes, Stored, divided, put_scale
 from ..planner.reachable import CHANGED, appends_dtypes
 from ..torch_modes import is_direct, is_quiet_and_plain, on_host
 from ..variants.binding import bind
 from ..variants.compose import present_hooks, shared_hooks
 from ..variants.ir.dtypes import DTYPE_NAMES
-from ..variants.variant import Variant
+from ..variants.variant import FULL, Variant
 from .arguments import checks
 from .arguments.calls import host_array
-from .arguments.new_rows import check_memory, check_new_rows, used_strides
+from .arguments.new_rows import check_memory, check_new_rows, is_expanded, used_strides
 from .keys.paged import Paged
 from .keys.storage import check_pages, read_indices, read_storage
 from .launching.appends import Changes, Places, copy_rows
@@ -35,8 +36,8 @@ _NO_PARAMS: Mapping[str, object] = MappingProxyType({})
 def append_paged_kv(
     k: torch.Tensor,
     v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: Codes,
+    v_pages: Codes,
     q_indptr: torch.Tensor,
     paged: Paged,
     *,
@@ -53,8 +54,11 @@ def append_paged_kv(
         k: [num_tokens, num_kv_heads, head_dim], of k_pages' dtype; any dtype.
         v: [num_tokens, num_kv_heads, head_dim_v], of v_pages' dtype.
         k_pages: [num_pages, page_size, num_kv_heads, head_dim], written to. Any strides with a
-            contiguous last dim, so that another layout is a transposed view.
-        v_pages: [num_pages, page_size, num_kv_heads, head_dim_v], written to.
+            contiguous last dim, so that another layout is a transposed view. An `fa.kv.Stored`
+            quantises k, of float32, bfloat16 or float16, after the transform and on CPUs only: with
+            one scale a row, [num_pages, page_size, num_kv_heads], scales are computed and stored as
+            `fa.kv.Format.quantize` does; others are given, and codes end at the largest.
+        v_pages: [num_pages, page_size, num_kv_heads, head_dim_v], likewise.
         q_indptr: int32 or int64 cpu tensor [num_requests + 1]: request b has the new tokens
             q_indptr[b] to q_indptr[b + 1].
         paged: the pages of each request; see `Paged`.
@@ -77,6 +81,10 @@ def append_paged_kv(
     Example:
         >>> fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, paged)
     """
+    if isinstance(k_pages, Stored) or isinstance(v_pages, Stored):
+        append = AppendPlan(q_indptr, paged, positions, transform, _device_of(k), target)
+        append.run(k, v, k_pages, v_pages)
+        return
     given = (k, v, k_pages, v_pages)
     if positions is not None or transform is not None:
         _check_no_op(given)
@@ -182,8 +190,8 @@ class AppendPlan:
         /,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_pages: Codes,
+        v_pages: Codes,
         **params: object,
     ) -> None:
         """Write new keys and values into the pages of one layer.
@@ -199,11 +207,15 @@ class AppendPlan:
             GradError: a tensor requires grad while grad mode is on.
             LaunchError: CUDA refused the launch.
         """
+        if isinstance(k_pages, Stored) or isinstance(v_pages, Stored):
+            _check_no_op((k, v, *map(_codes, (k_pages, v_pages)), *_tensors(params)))
+            self._quantise(k, v, k_pages, v_pages, params)
+            return
         given: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages)
         if params:
             if self._transform is None:
                 raise ParamError(f"params {', '.join(params)} are a transform's, but there is none")
-            given = (*given, *(x for x in params.values() if isinstance(x, torch.Tensor)))
+            given = (*given, *_tensors(params))
         if self._more:
             _check_no_op(given)
             self._write_on_host(k, v, k_pages, v_pages, params)
@@ -268,12 +280,49 @@ class AppendPlan:
 
     _write_on_host = on_host(_write)
 
+    @on_host
+    def _quantise(
+        self, k: torch.Tensor, v: torch.Tensor, k_pages: Codes, v_pages: Codes,
+        params: dict[str, object],
+    ) -> None:  # fmt: skip
+        """`run` into pages of codes."""
+        stored = (k_pages, v_pages)
+        rows = (k, v, _codes(k_pages), _codes(v_pages))
+        scales = [x.scales if isinstance(x, Stored) and x.has_own_scales else None for x in stored]
+        form = tuple(
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg())
+            for t in (*rows, *scales)
+        )
+        steps = self._forms.get(form)
+        if steps is None:
+            steps = self._forms[form] = self._check(*rows, *scales)
+        checks.check_grad([*rows, *(t for t in scales if t is not None)])
+        check_memory(*rows, *scales)
+        divides = [isinstance(x, Stored) and not x.has_own_scales for x in stored]
+        for name, x, own in zip("kv", stored, divides, strict=True):
+            if own and isinstance(x, Stored):
+                put_scale(name, x, params)
+        variant = divided(self._transform or FULL, *divides)
+        assert steps.changes is not None
+        bound = bind(variant, steps.changes.dims, params)
+        checks.check_grad(bound.tensors)
+        if self.num_tokens and k.shape[1]:
+            steps.changes.run((*rows, *scales), bound)
+
     def _check(
-        self, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *scales: torch.Tensor | None,
     ) -> _Steps:
-        """What does not depend on addresses; returns the steps of the copies."""
+        """What does not depend on addresses; returns the steps of the copies.
+
+        scales: those that an append into pages of codes stores, for k and for v.
+        """
         for name, new, cache in (("k", k, k_pages), ("v", v, v_pages)):
-            check_new_rows(name, new, cache)
+            check_new_rows(name, new, cache, bool(scales) and cache.dtype in _CODES)
         if k.shape[:2] != v.shape[:2]:
             raise InputError(
                 f"v has num_tokens={v.shape[0]} and num_kv_heads={v.shape[1]}, but k has "
@@ -308,17 +357,33 @@ class AppendPlan:
                 f"q_indptr must run from 0 to the number of tokens ({k.shape[0]}), it ends at "
                 f"{self.num_tokens}"
             )
+        for name, own in zip("kv", scales, strict=False):
+            if own is not None and is_expanded(own):
+                raise InputError(f"scales of {name}_pages are an expanded tensor: rows share them")
         changes = None
-        if self._transform is not None:
-            self._check_changed(k, v)
-            given = (k, v, k_pages, v_pages)
-            changes = Changes(self._places, given, self._target, self._transform.name)
+        if self._transform is not None or scales:
+            self._check_changed(k, v, k_pages, v_pages)
+            name = "codes" if self._transform is None else self._transform.name
+            given = (k, v, k_pages, v_pages, *scales)
+            changes = Changes(self._places, given, self._target, name)
         return _Steps(_steps(k, k_pages), _steps(v, v_pages), changes)
 
-    def _check_changed(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises InputError for rows that no transform can change."""
-        dtypes = [DTYPE_NAMES.get(t.dtype, str(t.dtype)) for t in (k, v)]
-        if not appends_dtypes(self._target, dtypes):
+    def _check_changed(
+        self, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
+    ) -> None:
+        """Raises InputError for rows that no transform can change, and no codes can hold."""
+        dtypes, stored = (
+            [DTYPE_NAMES.get(t.dtype, str(t.dtype)) for t in pair]
+            for pair in ((k, v), (k_pages, v_pages))
+        )
+        if not appends_dtypes(self._target, dtypes, stored):
+            if dtypes != stored:
+                raise InputError(
+                    f"k and v are {' and '.join(dtypes)}, k_pages and v_pages "
+                    f"{' and '.join(stored)}: rows of one dtype, float32, bfloat16 or float16, "
+                    "become codes, on CPUs only; on CUDA quantise them by Format.quantize and "
+                    "append codes and scales"
+                )
             raise InputError(
                 f"k and v are {' and '.join(dtypes)}; a transform changes rows of float32, "
                 "bfloat16 or float16 on CPUs, and on CUDA of one dtype that attention takes there"
@@ -376,6 +441,17 @@ def run_append(
     """`append_paged_kv` outside of the tracer."""
     append = AppendPlan(q_indptr, paged, positions, transform, _device_of(k), target)
     append.write(k, v, k_pages, v_pages)
+
+
+_CODES = tuple(code.dtype for code in CODES.values())
+
+
+def _codes(pages: Codes) -> torch.Tensor:
+    return pages.codes if isinstance(pages, Stored) else pages
+
+
+def _tensors(params: Mapping[str, object]) -> list[torch.Tensor]:
+    return [x for x in params.values() if isinstance(x, torch.Tensor)]
 
 
 def _device_of(k: object) -> torch.device:

@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..codegen.spec import (
+    CODE_DTYPES,
     DTYPE_BYTES,
     FEATURES,
     Q_DTYPES,
@@ -118,14 +119,19 @@ def _kernels(
     formats: Sequence[str],
     name: str = "variant",
 ) -> tuple[KernelSpec, ...]:
-    if not takes_dtypes(target, dtypes) or unscaled_integers(variant.has, *dtypes[1:]):
+    if not takes_dtypes(target, dtypes):
         return ()
     appends: tuple[KernelSpec, ...] = ()
     if "append" in formats:
         formats = [wanted for wanted in formats if wanted != "append"]
         hooks = {hook for hook, _ in (*variant.hooks, *variant.cpp)}
-        if hooks and hooks <= {*CHANGED} and appends_dtypes(target, dtypes[1:]):
-            appends = (append_kernel(variant, head_dims, dtypes[1:], target, name),)
+        quantises = not {*dtypes[1:]}.isdisjoint(CODE_DTYPES)
+        new = [dtypes[0] if quantises else dtype for dtype in dtypes[1:]]
+        changes = hooks <= {*CHANGED} and (hooks or quantises)
+        if changes and appends_dtypes(target, new, dtypes[1:]):
+            appends = (append_kernel(variant, head_dims, dtypes[1:], target, name, new[0]),)
+    if unscaled_integers(variant.has, *dtypes[1:]):
+        return appends
     features = [f for wanted in formats for f in _features(wanted, target, head_dims)]
     attention = kernels_by_rows(
         variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)), name
@@ -133,12 +139,19 @@ def _kernels(
     return (*attention, *appends)
 
 
-def appends_dtypes(target: str, dtypes: Sequence[str]) -> bool:
-    """Whether rows of k and v of these dtypes can be changed on their way into pages."""
+def appends_dtypes(target: str, dtypes: Sequence[str], stored: Sequence[str] = ()) -> bool:
+    """Whether rows of k and v of these dtypes can be changed on their way into pages.
+
+    stored: dtypes of the pages, where they differ: those of codes, for which all rows have one
+    dtype.
+    """
     k, v = dtypes
+    stored = stored or dtypes
     if is_cuda(compiled_target(target)):
-        return takes_dtypes(target, (k, k, v))
-    return {k, v} <= {*Q_DTYPES}
+        return (k, v) == tuple(stored) and takes_dtypes(target, (k, k, v))
+    codes = [s in CODE_DTYPES for s in stored]
+    same = all(code or s == new for code, s, new in zip(codes, stored, dtypes, strict=True))
+    return {k, v} <= {*Q_DTYPES} and same and (k == v or not any(codes))
 
 
 def _features(wanted: str, target: str, head_dims: tuple[int, int]) -> Iterator[tuple[str, ...]]:

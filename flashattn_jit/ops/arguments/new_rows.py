@@ -8,8 +8,11 @@ from ...errors import InputError
 from . import checks
 
 
-def check_new_rows(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
-    """Raises InputError unless rows [tokens, heads, dim] fit pages [pages, slots, heads, dim]."""
+def check_new_rows(name: str, new: torch.Tensor, cache: torch.Tensor, codes: bool = False) -> None:
+    """Raises InputError unless rows [tokens, heads, dim] fit pages [pages, slots, heads, dim].
+
+    codes: whether the pages have codes of the rows.
+    """
     for label, tensor, rank in ((name, new, 3), (f"{name}_pages", cache, 4)):
         checks.check_readable(label, tensor)
         if tensor.dim() != rank:
@@ -24,7 +27,7 @@ def check_new_rows(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
                 f"{label}'s last dim must be contiguous, its stride is {tensor.stride(-1)}"
             )
         checks.check_not_lazy(label, tensor)
-    if new.dtype != cache.dtype:
+    if new.dtype != cache.dtype and not codes:
         raise InputError(
             f"{name} has dtype {new.dtype}, but {name}_pages {cache.dtype}; convert it first"
         )
@@ -33,14 +36,27 @@ def check_new_rows(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
             f"{name} has num_kv_heads={new.shape[1]} and rows of {new.shape[2]}, but {name}_pages "
             f"has {cache.shape[2]} and {cache.shape[3]}"
         )
-    if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
+    if is_expanded(cache):
         raise InputError(f"{name}_pages is an expanded tensor: several entries share one address")
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several entries share one address."""
+    return any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def check_memory(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """Raises InputError where rows would be read from or written to the memory of others."""
+    both = k_scales is not None and v_scales is not None and k_scales.numel()
+    if both and k_scales.data_ptr() == v_scales.data_ptr():  # type: ignore[union-attr]
+        raise InputError("scales of k and v start at the same entry: they would be overwritten")
     if k_pages.numel() and k_pages.data_ptr() == v_pages.data_ptr():
         raise InputError("k_pages and v_pages start at the same entry: keys would be overwritten")
     caches = [

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ... import _C
-from ...codegen.spec import APPEND_TOKENS, UtilitySpec, append_kernel, on_cpu
+from ...codegen.spec import APPEND_TOKENS, CODE_DTYPES, UtilitySpec, append_kernel, on_cpu
 from ...codegen.targets import compiled_target
 from ...errors import InputError
 from ...variants.binding import Bound, Structure
@@ -63,17 +63,22 @@ def copy_rows(places: Places, given: Sequence[torch.Tensor], target: str) -> Non
 class Changes:
     """Appends of rows that the hooks of a variant change, on tensors of one form, on any target.
 
-    target, name: of the kernels; name: the variant's.
+    given: k, v, k_pages and v_pages, on CPUs also the scales of both, None where the append stores
+    none. target, name: of the kernels; name: the variant's.
     """
 
     def __init__(
-        self, places: Places, given: Sequence[torch.Tensor], target: str, name: str
+        self, places: Places, given: Sequence[torch.Tensor | None], target: str, name: str
     ) -> None:
-        k, v, k_pages, _ = given
+        k, v, k_pages, v_pages, *scales = given
+        assert k is not None and v is not None and k_pages is not None and v_pages is not None
         self._places, self._target, self._name = places, target, name
         self._head_dims = (k.shape[2], v.shape[2])
-        self._dtypes = DTYPE_NAMES[k.dtype], DTYPE_NAMES[v.dtype]
-        self._shapes = layouts([as_bytes(t) for t in given])
+        self._dtypes = DTYPE_NAMES[k_pages.dtype], DTYPE_NAMES[v_pages.dtype]
+        self._new_dtype = DTYPE_NAMES[k.dtype] if {*self._dtypes} & {*CODE_DTYPES} else ""
+        self._shapes = layouts([as_bytes(t) for t in (k, v, k_pages, v_pages)])
+        if on_cpu(target):
+            self._shapes += tuple(map(_scale_layout, scales or (None, None)))
         self._heads, self._num_pages = k.shape[1], k_pages.shape[0]
         lengths = places.lengths
         self.dims = Dims(
@@ -82,8 +87,8 @@ class Changes:
         )  # fmt: skip
         self._planned: dict[tuple[object, ...], Planned] = {}
 
-    def run(self, given: Sequence[torch.Tensor], bound: Bound) -> None:
-        """Write k and v, changed, into k_pages and v_pages, which are `given` in this order.
+    def run(self, given: Sequence[torch.Tensor | None], bound: Bound) -> None:
+        """Write k and v, changed, into k_pages and v_pages, which are `given` as at the start.
 
         bound: the variant, bound to `dims`. Raises CompileError, LaunchError, InputError for a
         variant with more params than a kernel takes, or that reads `fa.q_row` where positions are
@@ -97,17 +102,17 @@ class Changes:
         call, block = found
         scalars = tuple(bound.scalars)
         if block is not None:
-            views = [as_bytes(t) for t in given]
+            views = [as_bytes(t) for t in given if t is not None]
             names = known.tensor_names
             launch(
                 block, call, _launch_tensors(self._places, views, held, params, scalars, names), 1.0
             )
             return
-        k, v, k_pages, v_pages = [t.data_ptr() for t in given]
+        k, v, k_pages, v_pages, *scales = [0 if t is None else t.data_ptr() for t in given]
         indices = self._places.page_indices.data_ptr()
         call.launch(
             k, k_pages, v_pages, k_pages, 0, 1.0, torch.get_num_threads(),
-            (*params, k, v, k_pages, v_pages), scalars, 0, 0, indices,
+            (*params, k, v, k_pages, v_pages, *(scales or (0, 0))), scalars, 0, 0, indices,
         )  # fmt: skip
 
     def _plan(self, known: Structure, own: Layouts) -> Planned:
@@ -120,25 +125,44 @@ class Changes:
         shapes = (*own, *self._shapes)
 
         def work() -> UtilityWork:
-            kernel = _kernel(known, self._head_dims, self._dtypes, self._target, self._name)
+            kernel = _kernel(
+                known, self._head_dims, self._dtypes, self._target, self._name, self._new_dtype
+            )
             return UtilityWork(
                 kernel, self._places.lengths, _items(self._places), shapes, self._head_dims,
                 self._heads, num_pages=self._num_pages, scalar_kinds=known.scalar_kinds,
             )  # fmt: skip
 
         signature = (
-            known, self._head_dims, self._dtypes, shapes, self._num_pages, *self._places.content
+            known, self._head_dims, self._dtypes, self._new_dtype, shapes, self._num_pages,
+            *self._places.content,
         )  # fmt: skip
         return planned(signature, self._target, self.dims.device, work)
 
 
+_SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _scale_layout(scales: torch.Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`ScalePages` of fajit/cpu/quantize.h: pages, slots, heads, dtype; strides in bytes."""
+    if scales is None:
+        return (0, 0, 0, 0), (0, 0, 0, 0)
+    steps = (s * scales.itemsize for s in scales.stride())
+    return (*scales.shape, 1 + _SCALE_DTYPES.index(scales.dtype)), (*steps, 0)
+
+
 @lru_cache(maxsize=256)
 def _kernel(
-    known: Structure, head_dims: tuple[int, int], dtypes: tuple[str, str], target: str, name: str
+    known: Structure,
+    head_dims: tuple[int, int],
+    dtypes: tuple[str, str],
+    target: str,
+    name: str,
+    new_dtype: str,
 ) -> _C.Module:
     if not on_cpu(target):
         check_params(known)
-    spec = append_kernel(known.ir, head_dims, dtypes, target, name)
+    spec = append_kernel(known.ir, head_dims, dtypes, target, name, new_dtype)
     return load_kernel(spec)
 
 

@@ -213,8 +213,6 @@ def wrong_calls() -> dict[str, tuple[Any, str]]:
         "dtype": (lambda: Format("int8", scale_dtype=torch.float64), "scale_dtype=torch.float64"),
         "no dtype": (lambda: Format("int8", scale_dtype=1), "scale_dtype=1 must be one of"),  # type: ignore[arg-type]
         "no float": (lambda: INT8.quantize(torch.ones(2, 2).int()), "x must be a floating tensor"),
-        "nan": (lambda: INT8.quantize(torch.tensor([[1.0, float("nan")]])), "NaN or infinite"),
-        "inf": (lambda: INT8.quantize(torch.tensor([[1.0, float("inf")]])), "NaN or infinite"),
         "heads_dim": (lambda: INT8.quantize(rows, heads_dim=2), "heads_dim=2 is no dim of x"),
         "codes": (lambda: Stored(rows, rows[..., 0]), "codes must be a tensor of int8"),
         "scales": (lambda: Stored(stored.codes, stored.codes[..., 0]), "scales must be a tensor"),

@@ -1,11 +1,14 @@
-// Writes new rows of K and V into the pages of a cache, changed by key_mod and value_mod.
+// Writes new rows of K and V into the pages of a cache, changed by key_mod and value_mod, quantised
+// where the cache holds codes.
 //
 // Items of work, pages and arguments are those of fajit/cuda/utility/append_paged_kv.h; the tensors
-// k, v and the two caches, as bytes, follow those of the variant. A row without a hook is copied.
+// k, v, the two caches and the scales of each (`ScalePages`), as bytes, follow those of the
+// variant. A row without a hook is copied.
 #pragma once
 #include <fajit/check_args.h>
 #include <fajit/context.h>
 #include <fajit/cpu/pack.h>
+#include <fajit/cpu/quantize.h>
 #include <fajit/cpu/work_list.h>
 #include <fajit/interval.h>
 
@@ -15,7 +18,11 @@ template <class Config, class Hooks>
 class Append {
  public:
   explicit Append(const fajit_args* a)
-      : c_(a), k_(a->tensors + Config::kTensors, 0), v_(a->tensors + Config::kTensors, 1) {}
+      : c_(a),
+        k_(a->tensors + Config::kTensors, 0),
+        v_(a->tensors + Config::kTensors, 1),
+        k_scales_(a->tensors[Config::kTensors + 4]),
+        v_scales_(a->tensors[Config::kTensors + 5]) {}
 
   void run(const fajit_work& item) const {
     const fajit_args& a = *c_.args;
@@ -26,16 +33,12 @@ class Append {
       if (page < 0 || page >= a.num_pages) continue;
       const int64_t token = int64_t{a.q_row0[item.request]} + row;
       for (int32_t head = 0; head < a.num_kv_heads; ++head) {
-        convert_row<Hooks::kKeyMod, Config::kHeadDim, Config::kHeadDim>(
-            k_.template source<typename Config::K>(token, head),
-            k_.template target<typename Config::K>(page, slot, head),
-            [&](const float* x, float* y) {
+        put<typename Config::K, Hooks::kKeyMod, Config::kHeadDim>(
+            k_, k_scales_, token, page, slot, head, [&](const float* x, float* y) {
               if constexpr (Hooks::kKeyMod) Hooks::key_mod(c_, x, y, item.request, head, key);
             });
-        convert_row<Hooks::kValueMod, Config::kHeadDimV, Config::kHeadDimV>(
-            v_.template source<typename Config::V>(token, head),
-            v_.template target<typename Config::V>(page, slot, head),
-            [&](const float* x, float* y) {
+        put<typename Config::V, Hooks::kValueMod, Config::kHeadDimV>(
+            v_, v_scales_, token, page, slot, head, [&](const float* x, float* y) {
               if constexpr (Hooks::kValueMod) Hooks::value_mod(c_, x, y, item.request, head, key);
             });
       }
@@ -64,15 +67,31 @@ class Append {
     }
   };
 
+  template <class Stored, bool Modified, int N, class Mod>
+  static FAJIT_INLINE void put(const Rows& rows, const ScalePages& scales, int64_t token,
+                               int64_t page, int64_t slot, int64_t head, Mod mod) {
+    Stored* const dst = rows.template target<Stored>(page, slot, head);
+    if constexpr (kIsCode<Stored>) {
+      using New = typename Config::New;
+      alignas(64) float row[round_up(N, kLanes)], changed[round_up(N, kLanes)];
+      load_row<New, N>(rows.template source<New>(token, head), row);
+      if constexpr (Modified) mod(static_cast<const float*>(row), static_cast<float*>(changed));
+      store_codes<Stored, N>(Modified ? changed : row, dst, scales, page, slot, head);
+    } else {
+      convert_row<Modified, N, N>(rows.template source<Stored>(token, head), dst, mod);
+    }
+  }
+
   Context c_;
   Rows k_, v_;
+  ScalePages k_scales_, v_scales_;
 };
 
 template <class Config, class Hooks>
 int run_append(const fajit_args* a) {
   if (const int status = check_layout(a)) return status;
   if (a->num_work <= 0 && a->cursors == nullptr) return FAJIT_OK;
-  if (a->num_tensors != Config::kTensors + 4 || a->head_dim != Config::kHeadDim ||
+  if (a->num_tensors != Config::kTensors + 6 || a->head_dim != Config::kHeadDim ||
       a->head_dim_v != Config::kHeadDimV || a->page_indptr == nullptr ||
       a->page_indices == nullptr || a->page_size < 1 || !WorkList::is_valid(a))
     return FAJIT_BAD_ARGS;

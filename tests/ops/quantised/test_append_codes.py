@@ -1,0 +1,192 @@
+"""Appending to pages of codes: what `Format.quantize` makes of the rows, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.codegen.spec import default_target
+from flashattn_jit.errors import GradError, InputError
+from flashattn_jit.formats import CODES, SCALE_DTYPES
+from tests.batch.batches import indptr
+from tests.harness.rotation import other_target, turn
+from tests.ops.cases import normal
+
+Format, Stored = fa.kv.Format, fa.kv.Stored
+PAGES, SIZE, HEADS = 8, 4, 3
+Q_INDPTR = indptr([5, 6])
+PAGED = fa.Paged(indptr([2, 2]), torch.tensor([7, 1, 3, 5]).int(), torch.tensor([3, 4]), SIZE)
+# Pages and slots of the new tokens: both requests cross the end of a page.
+PLACES = [(7, 2), (7, 3), (1, 0), (1, 1), (1, 2), (3, 2), (3, 3), (5, 0), (5, 1), (5, 2), (5, 3)]
+FORMATS = [
+    Format(code, scale_dtype=dtype) for code, dtype in itertools.product(CODES, SCALE_DTYPES)
+]
+
+
+def rows(dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Rows of many magnitudes, of zeros, with outliers, NaN and infinite values."""
+    x = normal(seed, 11, HEADS, dim)
+    x[2] = 0.0
+    x[3] *= 1e-4
+    x[4, :, 5] *= 1000.0
+    x[5] *= 1e-9
+    x[6, 1, 3] = float("nan")
+    x[7, 2, 1] = -float("inf")
+    x[8] *= 1e4
+    return x.to(dtype)
+
+
+def empty(kv_format: fa.kv.Format, dim: int, fill: int = 77) -> fa.kv.Stored:
+    codes = torch.full((PAGES, SIZE, HEADS, dim), fill, dtype=torch.uint8).view(kv_format.dtype)
+    return Stored(codes, torch.full((PAGES, SIZE, HEADS), 0.5, dtype=kv_format.scale_dtype))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)
+
+
+def check(cache: fa.kv.Stored, wanted: fa.kv.Stored, fill: int = 77) -> None:
+    written = torch.zeros(PAGES, SIZE, dtype=torch.bool)
+    for i, (page, slot) in enumerate(PLACES):
+        assert torch.equal(bits(cache.codes[page, slot]), bits(wanted.codes[i])), i
+        torch.testing.assert_close(
+            cache.scales[page, slot], wanted.scales[i], rtol=0, atol=0, equal_nan=True
+        )
+        written[page, slot] = True
+    assert (bits(cache.codes[~written]) == fill).all() and (cache.scales[~written] == 0.5).all()
+
+
+@pytest.mark.parametrize("target", [default_target(), other_target()])
+@pytest.mark.parametrize("kv_format", turn(1, FORMATS) + turn(2, FORMATS) + turn(3, FORMATS))
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (40, 9)])
+def test_rows_become_the_codes_of_the_quantiser(dim, dim_v, kv_format, target, monkeypatch) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_TARGET", target)
+    for dtype in (torch.float32, torch.bfloat16):
+        k, v = rows(dim, dtype), rows(dim_v, dtype, 1)
+        caches = empty(kv_format, dim), empty(kv_format, dim_v)
+        fa.append_paged_kv(k, v, *caches, Q_INDPTR, PAGED)
+        for cache, x in zip(caches, (k, v), strict=True):
+            check(cache, kv_format.quantize(x))
+
+
+def test_layers_inside_of_pages_and_strided_rows() -> None:
+    int8 = Format("int8", scale_dtype=torch.float16)
+    whole = torch.full((PAGES, 3, 2, SIZE, HEADS, 64), 77, dtype=torch.int8)
+    scales = torch.full((PAGES, 3, 2, SIZE, HEADS), 0.5, dtype=torch.float16)
+    append = fa.plan_append(Q_INDPTR, PAGED)
+    for layer in range(3):
+        both = normal(layer, 11, 2, HEADS, 64)
+        caches = [Stored(whole[:, layer, i], scales[:, layer, i]) for i in range(2)]
+        append.run(both[:, 0], both[:, 1], *caches)
+        for i, cache in enumerate(caches):
+            check(cache, int8.quantize(both[:, i]))
+
+
+def test_a_transform_changes_rows_before_they_are_quantised() -> None:
+    int8, transform = Format("int8"), fa.QKNorm() & fa.RoPE()
+    k, v = (normal(i, 11, HEADS, 64).bfloat16() for i in range(2))
+    k_norm = torch.rand(64) + 0.5
+    append = fa.plan_append(Q_INDPTR, PAGED, transform=transform)
+    plain = [torch.zeros(PAGES, SIZE, HEADS, 64) for _ in range(2)]
+    append.run(k.float(), v.float(), *plain, k_weight=k_norm, q_weight=k_norm)
+    caches = empty(int8, 64), empty(int8, 64)
+    append.run(k, v, *caches, k_weight=k_norm, q_weight=k_norm)
+    for cache, x in zip(caches, plain, strict=True):
+        check(cache, int8.quantize(torch.stack([x[place] for place in PLACES])))
+
+
+@pytest.mark.parametrize("scale", ["tensor", "head"])
+def test_scales_that_are_given_stay_and_codes_end_at_the_largest(scale: str) -> None:
+    e4m3 = Format("e4m3", scale)
+    k, v = normal(0, 11, HEADS, 64), normal(1, 11, HEADS, 64)
+    shape = () if scale == "tensor" else (HEADS,)
+    scales = [torch.full(shape, 0.005), torch.full(shape, 0.002)]
+    if scale == "head":
+        scales[0][1] = 0.0
+    caches = [Stored(empty(e4m3, 64).codes, s) for s in scales]
+    fa.append_paged_kv(k, v, *caches, Q_INDPTR, PAGED)
+    for cache, x, own in zip(caches, (k, v), scales, strict=True):
+        wanted = (x / own.expand(HEADS)[:, None]).clamp(-448, 448)
+        if scale == "head" and own is scales[0]:
+            wanted[:, 1] = 0.0
+        for i, (page, slot) in enumerate(PLACES):
+            got = cache.codes[page, slot].float()
+            # Divided as rows are in hooks; a tie may fall to either side.
+            torch.testing.assert_close(got, wanted[i].to(e4m3.dtype).float(), rtol=0.13, atol=0)
+    assert caches[1].codes.float().abs().max() == 448
+
+
+def test_keys_alone_become_codes() -> None:
+    int8 = Format("int8")
+    k, v = rows(64, torch.bfloat16), rows(64, torch.bfloat16, 1)
+    cache, plain = empty(int8, 64), torch.zeros(PAGES, SIZE, HEADS, 64, dtype=torch.bfloat16)
+    fa.append_paged_kv(k, v, cache, plain, Q_INDPTR, PAGED)
+    check(cache, int8.quantize(k))
+    for i, place in enumerate(PLACES):
+        torch.testing.assert_close(plain[place], v[i], rtol=0, atol=0, equal_nan=True)
+
+
+def test_attention_over_what_was_appended() -> None:
+    """A prompt and a token at a time, quantised on the way in, against the rows themselves."""
+    int8 = Format("int8")
+    k, v, q = (normal(i, 11, h, 64) for i, h in enumerate((HEADS, HEADS, 2 * HEADS)))
+    caches = empty(int8, 64), empty(int8, 64)
+    pages = torch.tensor([4, 0, 6]).int()
+    batch = fa.BatchAttention(
+        fa.Causal(), num_q_heads=2 * HEADS, num_kv_heads=HEADS, head_dim=64,
+        q_dtype=torch.float32, kv_format=int8,
+    )  # fmt: skip
+    outs = []
+    for begin, end in ((0, 7), (7, 8), (8, 9), (9, 11)):
+        count = -(-end // SIZE)
+        paged = fa.Paged(
+            indptr([count]), pages[:count], torch.tensor([end - SIZE * (count - 1)]), SIZE
+        )
+        new = slice(begin, end)
+        fa.append_paged_kv(k[new], v[new], *caches, indptr([end - begin]), paged)
+        batch.plan(indptr([end - begin]), paged)
+        outs.append(batch.run(q[new], *caches))
+    plain = fa.varlen_attention(q, k, v, indptr([11]), indptr([11]), fa.Causal())
+    torch.testing.assert_close(torch.cat(outs), plain, rtol=0.05, atol=0.02)
+
+
+def wrong_appends() -> dict[str, tuple[Any, type[Exception], str]]:
+    int8 = Format("int8")
+    k, v = normal(0, 11, HEADS, 64), normal(1, 11, HEADS, 64)
+    one, other = empty(int8, 64), empty(int8, 64)
+    wide = Stored(other.codes, torch.zeros(1, 1, 1).expand(PAGES, SIZE, HEADS))
+    plain = torch.zeros(PAGES, SIZE, HEADS, 64, dtype=torch.bfloat16)
+    taken = Stored(other.codes, one.scales)
+
+    def append(*tensors: Any, target: str | None = None, **params: Any) -> Any:
+        return lambda: fa.plan_append(Q_INDPTR, PAGED, target=target).run(*tensors, **params)
+
+    given = Stored(other.codes, torch.ones(HEADS))
+    return {
+        "dtypes": (append(k, v.half(), one, other), InputError, "rows of one dtype"),
+        "codes": (append(one.codes[0], v, one, other), InputError, "k has num_tokens|rows of one"),
+        "plain": (append(k, v, one, plain), InputError, "v has dtype torch.float32"),
+        "expanded": (append(k, v, one, wide), InputError, "scales of v_pages are an expanded"),
+        "same": (append(k, v, one, taken), InputError, "scales of k and v start at the same"),
+        "emulated": (
+            append(k.half(), v.half(), one, other, target="emulated:sm_80"), InputError,
+            "become codes, on CPUs only",
+        ),
+        "params": (append(k, v, one, given, v_scale=torch.ones(3)), InputError, "v_scale is given"),
+        "size": (
+            append(k, v, one, Stored(torch.zeros(PAGES, 2, HEADS, 64).char(), torch.ones(()))),
+            InputError, "page_size=2",
+        ),
+        "grad": (append(k.clone().requires_grad_(), v, one, other), GradError, "grad"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", wrong_appends())
+def test_what_is_refused_writes_nothing(wrong: str) -> None:
+    call, kind, message = wrong_appends()[wrong]
+    with pytest.raises(kind, match=message):
+        call()
