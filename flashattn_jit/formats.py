@@ -205,6 +205,20 @@ KvFormat = Format | tuple[Format | None, Format | None]
 """A format of keys and values both, or one of each; None for values as they are."""
 
 
+Formats = tuple[Format | None, Format | None]
+
+
+def read_formats(kv_format: object, name: str = "kv_format") -> Formats:
+    """The formats of keys and of values. Raises InputError."""
+    pair = kv_format if isinstance(kv_format, tuple) else (kv_format, kv_format)
+    if len(pair) != 2 or not all(f is None or isinstance(f, Format) for f in pair):
+        raise InputError(
+            f"{name} must be an fa.kv.Format, or a pair of one for k and one for v, None for "
+            f"values that are not quantised; got {kv_format!r:.80}"
+        )
+    return pair
+
+
 class KeyScale(Variant):
     """``k * k_scale[slot, kv_h]``, for keys in pages or packed."""
 

@@ -177,8 +177,8 @@ class PagedLayers:
             attention = self._attentions[kind] = CascadeAttention(
                 call.extend(as_variant(spec.variant)), num_q_heads=query.shape[1],
                 num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-                head_dim_v=spec.head_dim_v, q_dtype=query.dtype, kv_dtype=cache.spec.dtype,
-                device=cache.device,
+                head_dim_v=spec.head_dim_v, q_dtype=query.dtype, device=cache.device,
+                kv_dtype=None if all(spec.formats) else cache.spec.dtype, kv_format=spec.formats,
             )  # fmt: skip
         if kind not in self._planned:
             self.plans[kind] = step.plan(attention, group)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError, OutOfPages, SequenceError
+from ..formats import Codes
 from ..ops.arguments.checks import INT32_MAX, check_device, check_int, shown
 from .copies import Saved
 from .costs import recompute_ns
@@ -99,6 +100,10 @@ class Cache:
             )
         self.layout: Layout = layout
         self.device = check_device(device)
+        if self.device.type != "cpu" and any(any(g.formats) for g in spec.groups):
+            raise InputError(
+                f"a group has a kv_format, which needs a cache on the CPU, not on {self.device}"
+            )
         self._eviction, self._clock = eviction, clock
         self.masks = [MaskPages(g, spec.page_size, self.max_kv_len) for g in spec.groups]
         self.pools = [
@@ -386,11 +391,12 @@ class Cache:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tensors(self, layer: int) -> tuple[Codes, Codes]:
         """The pages of a layer's keys and of its values, for `BatchAttention.run`.
 
         Returns:
-            k_pages [num_pages + 1, page_size, num_kv_heads, head_dim] and v_pages, views.
+            k_pages [num_pages + 1, page_size, num_kv_heads, head_dim] and v_pages, views; of a
+            group with a format `fa.kv.Stored`.
 
         Raises InputError for a number that no layer has.
         """

@@ -20,12 +20,15 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..formats import Codes, Stored
 from .int_buffer import Ints
 from .spec import Group
 
 Layout = Literal["page", "layer"]
 NULL = 0
 _HUGE_FROM = 8 << 20
+_ALIGNED = 16
+"""Bytes at multiples of which the keys or values of a layer begin, where dtypes differ."""
 
 
 class Pages:
@@ -46,7 +49,7 @@ class Pages:
             self.owner: NDArray[np.int32] = np.full(num_pages + 1, -1, np.int32)
             self._free: NDArray[np.int32] = np.arange(num_pages, 0, -1, dtype=np.int32)
         except (OSError, MemoryError, OverflowError, RuntimeError, ValueError) as error:
-            num_bytes = len(group.layers) * page_size * sum(group.row_elements) * dtype.itemsize
+            num_bytes = len(group.layers) * page_size * sum(group.row_bytes(dtype))
             raise InputError(
                 f"num_pages={num_pages} of {num_bytes} bytes each, for {len(group.layers)} layers, "
                 f"cannot be allocated on {device}: pass fewer ({error})"
@@ -136,28 +139,45 @@ class Pages:
         """Allocate the pages, and a view of keys and one of values for each layer.
 
         "page": one tensor [pages, elements]; a page holds keys and values of all layers, layer
-        after layer, so that copying it is one piece. "layer": two tensors for each layer.
+        after layer, so that copying it is one piece. "layer": two tensors for each layer. Scales
+        of codes have a tensor for each layer's keys and one for its values in both layouts.
         """
-        key_row, value_row = group.row_elements
         rows = self.num_pages + 1
-        sizes = [page_size * key_row, page_size * value_row]
-        dims = [group.head_dim, group.head_dim_v]
-        self.views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        assert group.head_dim_v is not None
+        dims = (group.head_dim, group.head_dim_v)
+        dtypes = [dtype if f is None else f.dtype for f in group.formats]
+        parts = [
+            page_size * group.num_kv_heads * dim * own.itemsize
+            for dim, own in zip(dims, dtypes, strict=True)
+        ]
+        # Of one dtype there is no gap; of several, each begins where any dtype may.
+        mixed = dtypes[0] != dtypes[1]
+        sizes = [-(-n // _ALIGNED) * _ALIGNED if mixed else n for n in parts]
+        self.views: list[tuple[Codes, Codes]] = []
         self.memory: list[torch.Tensor] = []
-        total = len(group.layers) * sum(sizes)
         if layout == "page":
-            self.memory = [_zeros(rows, total, dtype, device)]
+            own = torch.uint8 if mixed else dtypes[0]
+            columns = len(group.layers) * sum(sizes) // own.itemsize
+            self.memory = [_zeros(rows, columns, own, device)]
         for i in range(len(group.layers)):
-            pair = []
-            for part in (0, 1):
+            pair: list[Codes] = []
+            for part, form in enumerate(group.formats):
+                own, begin = dtypes[part], i * sum(sizes) + part * sizes[0]
                 if layout == "page":
-                    begin = i * sum(sizes) + part * sizes[0]
-                    columns = self.memory[0][:, begin : begin + sizes[part]]
+                    whole = self.memory[0].view(torch.uint8)
+                    held = whole[:, begin : begin + parts[part]].view(own)
                 else:
-                    columns = _zeros(rows, sizes[part], dtype, device)
-                    self.memory.append(columns)
-                shape = (page_size, group.num_kv_heads, dims[part])
-                pair.append(columns.unflatten(1, shape))
+                    held = _zeros(rows, parts[part] // own.itemsize, own, device)
+                    self.memory.append(held)
+                view = held.unflatten(1, (page_size, group.num_kv_heads, dims[part]))
+                if form is None:
+                    pair.append(view)
+                    continue
+                # Apart from the codes, so that the slots of all pages follow each other.
+                scales = _zeros(rows, page_size * group.num_kv_heads, form.scale_dtype, device)
+                self.memory.append(scales)
+                shape = (page_size, group.num_kv_heads)
+                pair.append(Stored(view, scales.unflatten(1, shape)))
             self.views.append((pair[0], pair[1]))
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ..codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ..errors import FlashAttnJitError, InputError, ParamError
+from ..formats import Formats, KvFormat, read_formats
 from ..ops.append import check_applied_once, check_transform
 from ..ops.arguments.checks import check_heads, check_int, shown
 from ..ops.planning.batch_params import stand_ins
@@ -50,6 +51,9 @@ class Group:
             pages, as for `fa.plan_append`: keys are then rotated or normed once, not whenever they
             are read. `variant` is without these hooks. Not with "compact", which gives keys new
             positions. Head dims are then 1 to 256.
+        kv_format: an `fa.kv.Format` with one scale a token and head, or a pair of one for keys and
+            one for values, either of which may be None: appends quantise, after the transform, and
+            `Cache.tensors` has `fa.kv.Stored`. On the CPU only.
 
     Raises InputError for sizes and names that are out of range, and for a variant that would apply
     hooks of the transform again; VariantError for a transform of other head dims.
@@ -67,6 +71,7 @@ class Group:
     mask_params: Mapping[str, object] = field(default_factory=dict)
     reclaim: Reclaim = "holes"
     transform: Variant | None = None
+    kv_format: KvFormat | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -95,8 +100,32 @@ class Group:
         put("mask_params", MappingProxyType(dict(self.mask_params)))
         if self.reclaim not in _RECLAIMS:
             raise InputError(f"reclaim={shown(self.reclaim)} must be one of {', '.join(_RECLAIMS)}")
+        for f in self.formats:
+            if f is not None and f.scale != "token_head":
+                raise InputError(
+                    f"kv_format has scale={f.scale!r}, but a cache stores one scale a token and "
+                    "head: a scale that more tokens share would have to be known before; pass "
+                    'scale="token_head"'
+                )
         if self.transform is not None:
             self._check_transform(self.transform)
+
+    @property
+    def formats(self) -> Formats:
+        """The formats of keys and of values."""
+        return read_formats(self.kv_format)
+
+    def row_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of a token's keys and of its values in one layer, with their scales.
+
+        dtype: of those that are not quantised.
+        """
+        assert self.head_dim_v is not None
+        keys, values = (
+            self.num_kv_heads * (dim * dtype.itemsize if f is None else f.row_bytes(dim))
+            for f, dim in zip(self.formats, (self.head_dim, self.head_dim_v), strict=True)
+        )
+        return keys, values
 
     def _check_transform(self, transform: Variant) -> None:
         check_transform(transform)
@@ -129,7 +158,7 @@ class Spec:
     Args:
         groups: groups of layers; together they have the layers 0 to num_layers - 1, each once.
         page_size: tokens of a page, the same in all groups.
-        dtype: of keys and values.
+        dtype: of keys and values that are not quantised.
 
     Raises InputError for layers that are missing or named twice, and for values out of range.
 
@@ -151,9 +180,10 @@ class Spec:
             raise InputError(
                 f"dtype={shown(self.dtype)} is not supported; supported: {', '.join(KV_DTYPES)}"
             )
-        if any(g.transform for g in groups) and DTYPE_NAMES[self.dtype] not in Q_DTYPES:
+        changed = any(g.transform or any(g.formats) for g in groups)
+        if changed and DTYPE_NAMES[self.dtype] not in Q_DTYPES:
             raise InputError(
-                f"dtype={self.dtype}, but a group has a transform, which changes rows of "
+                f"dtype={self.dtype}, but a group has a transform or a format, for rows of "
                 f"{', '.join(Q_DTYPES)}"
             )
         layers = sorted(x for g in groups for x in g.layers)
@@ -176,25 +206,31 @@ class Spec:
         Raises InputError for a number that no group has.
         """
         g = self.groups[check_int("group", group, 0, len(self.groups) - 1)]
-        return len(g.layers) * self.page_size * sum(g.row_elements) * self.dtype.itemsize
+        return len(g.layers) * self.page_size * sum(g.row_bytes(self.dtype))
 
     @property
     def fingerprint(self) -> bytes:
-        """A digest of shapes, layers, page size, dtype and transforms, with the values that these
-        hold: caches with another one share nothing.
+        """A digest of shapes, layers, page size, dtype, formats and transforms, with the values
+        that these hold: caches with another one share nothing.
 
         It is the same in every process. What appends give as params is no part of it.
         """
         groups = [
-            [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, _transform_document(g)]
+            [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, _transform_document(g),
+             [None if f is None else [f.code, DTYPE_NAMES[f.scale_dtype]] for f in g.formats]]
             for g in self.groups
-        ]
+        ]  # fmt: skip
         document = ["fajit-kv/2", self.page_size, DTYPE_NAMES[self.dtype], groups]
         return hashlib.sha256(json.dumps(document).encode()).digest()
 
     @classmethod
     def from_config(
-        cls, config: Any, *, page_size: int = 16, dtype: torch.dtype = torch.bfloat16
+        cls,
+        config: Any,
+        *,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_format: KvFormat | None = None,
     ) -> Spec:
         """The spec of a decoder that a Hugging Face config describes.
 
@@ -208,6 +244,7 @@ class Spec:
                 hidden_size, layer_types, sliding_window, use_sliding_window,
                 max_window_layers, attention_chunk_size.
             page_size, dtype: as for `Spec`.
+            kv_format: as for `Group`, of all layers.
 
         Raises:
             InputError: the config lacks a size, or has layers of a kind that is not attention over
@@ -240,7 +277,7 @@ class Spec:
         groups = tuple(
             Group(
                 tuple(i for i, own in enumerate(kinds) if own == kind), num_kv_heads, head_dim,
-                num_q_heads=num_q_heads, variant=_VARIANTS[kind[0]](*kind[1:]),
+                num_q_heads=num_q_heads, variant=_VARIANTS[kind[0]](*kind[1:]), kv_format=kv_format,
             )
             for kind in dict.fromkeys(kinds)
         )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from .. import _C
 from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, target_on_device
 from ..errors import InputError
-from ..formats import Format, KvFormat, Stored, codes_of, scaled
+from ..formats import KvFormat, Stored, codes_of, read_formats, scaled
 from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks
@@ -80,7 +80,9 @@ class BatchBase:
         batch_invariant: bool = False,
         target: str | None = None,
     ) -> None:
-        self._formats = _read_formats(kv_format, kv_dtype)
+        self._formats = read_formats(kv_format)
+        if kv_dtype is not None and None not in self._formats:
+            raise InputError("kv_format says the dtypes of codes; give no kv_dtype beside it")
         self._given = as_variant(variant)
         self._variant = scaled(self._given, *(f is not None for f in self._formats))
         self.pointwise = is_pointwise(self._variant)  # then runs have no lse
@@ -459,23 +461,6 @@ def by_number(number: int) -> BatchBase:
             f"number {number} names no batch of this process; keep the BatchAttention alive"
         )
     return found
-
-
-def _read_formats(
-    kv_format: KvFormat | None, kv_dtype: torch.dtype | None
-) -> tuple[Format | None, Format | None]:
-    """The formats of keys and of values. Raises InputError."""
-    if kv_format is None:
-        return None, None
-    pair = kv_format if isinstance(kv_format, tuple) else (kv_format, kv_format)
-    if len(pair) != 2 or not all(f is None or isinstance(f, Format) for f in pair):
-        raise InputError(
-            f"kv_format={checks.shown(kv_format)} must be an fa.kv.Format, or a pair of one for k "
-            "and one for v, None for values that are not quantised"
-        )
-    if kv_dtype is not None and None not in pair:
-        raise InputError("kv_format says the dtypes of codes; give no kv_dtype beside it")
-    return pair
 
 
 def _made_again(kind: type[BatchBase], variant: Variant, options: Mapping[str, Any]) -> BatchBase:
