@@ -74,7 +74,7 @@ class Peak:
 @functools.cache
 def peak(num_threads: int) -> Peak:
     """Compile the loops for the target of calls, so that a narrower target has its own peak."""
-    source = Path(__file__).with_suffix(".cpp")
+    source = Path(__file__).parent / "parts" / "peak.cpp"
     with tempfile.TemporaryDirectory(prefix="flashattn_jit-peak-") as folder:
         library = Path(folder) / "peak.so"
         flags = [*cpu_flags(default_target()), "-fopenmp", "-fno-tree-loop-distribute-patterns"]

@@ -26,7 +26,7 @@ LAYERS = (
     ("variants.lower", "variants.trace"),
     ("variants.binding",),
     ("variants",),  # variant, reference, compose
-    ("variants.library",),
+    ("variants.library", "formats"),
     ("codegen",),
     ("planner",),
     ("jit.cache",),

@@ -131,7 +131,7 @@ def _kernels(
         if changes and appends_dtypes(target, new, dtypes[1:]):
             appends = (append_kernel(variant, head_dims, dtypes[1:], target, name, new[0]),)
     if unscaled_integers(variant.has, *dtypes[1:]):
-        return appends
+        return () if formats else appends
     features = [f for wanted in formats for f in _features(wanted, target, head_dims)]
     attention = kernels_by_rows(
         variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)), name

@@ -144,7 +144,7 @@ _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _scale_layout(scales: torch.Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`ScalePages` of fajit/cpu/quantize.h: pages, slots, heads, dtype; strides in bytes."""
+    """`ScalePages` of fajit/cpu/vector/quantize.h: pages, slots, heads, dtype; strides in bytes."""
     if scales is None:
         return (0, 0, 0, 0), (0, 0, 0, 0)
     steps = (s * scales.itemsize for s in scales.stride())

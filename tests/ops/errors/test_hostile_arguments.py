@@ -100,7 +100,8 @@ def _levels(**changed: Any) -> Any:
 
 def _cascade(**changed: Any) -> Any:
     cascade = batch(fa.CascadeAttention)
-    return cascade.plan(**{"levels": fa.cascade_levels(indptr, paged()), **changed})
+    levels = changed.pop("levels", fa.cascade_levels(indptr, paged()))
+    return cascade.plan(levels, **changed)
 
 
 def _append(**changed: Any) -> Any:

@@ -8,7 +8,7 @@
 #include <fajit/check_args.h>
 #include <fajit/context.h>
 #include <fajit/cpu/pack.h>
-#include <fajit/cpu/quantize.h>
+#include <fajit/cpu/vector/quantize.h>
 #include <fajit/cpu/work_list.h>
 #include <fajit/interval.h>
 

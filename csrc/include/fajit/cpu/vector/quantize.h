@@ -1,5 +1,6 @@
 // Rows of floats to codes of 8 bits: `Format.quantize` of flashattn_jit/formats.py, bit for bit.
 #pragma once
+#include <fajit/abi.h>
 #include <fajit/cpu/vector/load_row.h>
 
 namespace fajit {
