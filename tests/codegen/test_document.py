@@ -71,7 +71,7 @@ def test_every_variant_comes_back_exact(case: Case) -> None:
 @pytest.mark.parametrize("target", [*CPU_TARGETS, *CUDA_TARGETS])
 def test_every_dtype_feature_and_target_comes_back(target: str) -> None:
     ir, dims, _ = bound(next(c for c in CASES if "row" in c.tags))
-    kv = ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"]
+    kv = ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"]  # float8_e5m2 is as e4m3
     triples = [(q, k, v) for q in kv[:3] for k in kv for v in kv]
     count = 0
     for dtypes in triples:
@@ -116,6 +116,23 @@ def test_requests_go_to_other_processes() -> None:
         request = pickle.loads(pickle.dumps(build_request(spec)))
         assert request.spec == spec.document() and request.template == spec.template
         assert request.render() == render(spec)
+
+
+def test_appends_that_quantise() -> None:
+    ir = fa.RoPE().only("key_mod").bind(Dims(head_dim=32, head_dim_v=16, kv_len=64)).ir
+    for stored in (("int8", "float8_e5m2"), ("float8_e4m3fn", "bfloat16")):
+        spec = append_kernel(ir, (32, 16), stored, "cpu:avx2", new_dtype="bfloat16")
+        same_spec(spec_from_document(spec.document()), spec)
+        (again,) = (s for s in retarget(spec, "cpu:generic") if isinstance(s, KernelSpec))
+        assert (again.q_dtype, again.k_dtype, again.v_dtype) == ("bfloat16", *stored)
+        assert "using New = bfloat16_t" in render(again)
+        assert retarget(spec, "sm_80") == ()
+        doc = json.loads(spec.document())
+        for dtypes in (["int8", *stored], ["float32", "int8", "bfloat16"]):
+            with pytest.raises(ManifestError, match="dtypes"):
+                spec_from_document({**doc, "dtypes": dtypes})
+        with pytest.raises(ManifestError, match="target|dtypes|tile"):
+            spec_from_document({**doc, "target": "sm_80"})
 
 
 @pytest.mark.parametrize("target", ["cpu:avx2", "sm_80"])
