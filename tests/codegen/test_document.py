@@ -131,7 +131,7 @@ def test_appends_that_quantise() -> None:
         for dtypes in (["int8", *stored], ["float32", "int8", "bfloat16"]):
             with pytest.raises(ManifestError, match="dtypes"):
                 spec_from_document({**doc, "dtypes": dtypes})
-        with pytest.raises(ManifestError, match="target|dtypes|tile"):
+        with pytest.raises(ManifestError, match=r"target|dtypes|tile"):
             spec_from_document({**doc, "target": "sm_80"})
 
 

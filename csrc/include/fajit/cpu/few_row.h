@@ -15,6 +15,7 @@
 // or when the head dim does not fill vectors (a load would reach past the row).
 #pragma once
 #include <fajit/cpu/few_row_kernel.h>
+#include <fajit/cpu/integers.h>
 #if FAJIT_AMX
 #include <fajit/cpu/amx/few_row.h>
 #endif
@@ -70,8 +71,12 @@ class FewRow {
   static constexpr int kVectorRows = 1;
 
   // Keys that several groups of rows read are converted once, where that costs more than a shift.
-  static constexpr bool kConvertOnce = !kTiles && kKeysInPlace && !same<K, Matrix> &&
-                                       !kPaired<Matrix, K, kDim> && kTileRows > kFewRowGroup;
+  // int8 keys and values are multiplied as integers.
+  static constexpr bool kIntegerKeys = !kTiles && kKeysInPlace && kIntegers<Matrix, K, kDim>;
+  static constexpr bool kIntegerValues = !kTiles && kValuesInPlace && kIntegers<Matrix, V, kDimV>;
+  static constexpr bool kConvertOnce = !kTiles && !kIntegerKeys && kKeysInPlace &&
+                                       !same<K, Matrix> && !kPaired<Matrix, K, kDim> &&
+                                       kTileRows > kFewRowGroup;
 
   // Element types of K and V as the products read them.
   using Key = Choose<kKeysInPlace, K, Matrix>;
@@ -114,6 +119,8 @@ class FewRow {
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
         pairs_(carver.take<int32_t>(kTiles ? uint64_t{kTileKv} / 2 * kDimV : 0)),
         value_scales_(carver.take<float>(kScaleWeights ? kTileKv : 0)),
+        queries_(carver.take<IntegerRow>(kIntegerKeys ? kMaxHeads * kTileRows : 0)),
+        weights_(carver.take<IntegerRow>(kIntegerValues ? kTileRows : 0)),
         base_(carver.take<float>(kMaxHeads * kPaddedRows)),
         sums_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kLanes)),
         h_(carver.take<int32_t>(kMaxHeads * kPaddedRows)),
@@ -170,6 +177,7 @@ class FewRow {
     Matrix* q;
     float* o;
     int32_t* qt;
+    IntegerRow* queries;
     float* base;
     float* sums;
     int32_t* h;
@@ -180,6 +188,7 @@ class FewRow {
     return {q_ + row * kDim,
             o_ + row * kDimV,
             qt_ + (kTiles ? row * kDim / 2 : 0),
+            queries_ + (kIntegerKeys ? row : 0),
             base_ + j * kPaddedRows,
             sums_ + row * kLanes,
             h_ + j * kPaddedRows,
@@ -200,8 +209,16 @@ class FewRow {
       if constexpr (kPairHooks) s.rows[i] = Hooks::rows(c_, row.b, row.h, row.q_idx);
       convert_query<Config, Hooks, kDim>(c_, w, row, s.q + i * kDim);
       if constexpr (kPaired<Matrix, Key, kDim>) paired_row<kDim>(s.q + i * kDim);
+      if constexpr (kIntegerKeys) s.queries[i] = integers_of(s.q + i * kDim);
     }
     if constexpr (kTiles) pack_queries(s, count);
+  }
+
+  // A row of Q to integers, in place.
+  FAJIT_INLINE IntegerRow integers_of(Matrix* row) {
+    alignas(64) float x[kDim];
+    load_row<Matrix, kDim>(row, x);
+    return integer_row<kDim>(x, kDim, reinterpret_cast<int8_t*>(row));
   }
 
   // Transposes Q by words, for the products with AMX tiles.
@@ -267,7 +284,10 @@ class FewRow {
       with_rows(count, [&](auto rows, int groups) {
         using Read = typename decltype(k)::Element;
         // Several groups never read keys that are converted once.
-        if constexpr (!kConvertOnce || rows.several == same<Read, Matrix>)
+        if constexpr (kIntegerKeys && same<Read, int8_t>)
+          integer_scores<kDim, rows.count, kTileRows>(k, keys, reinterpret_cast<const int8_t*>(s.q),
+                                                      s.queries, groups, scale, s_, kTileKv, fetch);
+        else if constexpr (!kConvertOnce || rows.several == same<Read, Matrix>)
           few_scores<Matrix, Read, kDim, rows.count>(k, keys, s.q, groups, scale, s_, kTileKv,
                                                      fetch);
       });
@@ -300,6 +320,12 @@ class FewRow {
       }
 #endif
       with_rows(count, [&](auto rows, int groups) {
+        if constexpr (kIntegerValues)
+          return integer_values<kDimV, rows.count, kTileKv>(
+              v, keys, reinterpret_cast<const int8_t*>(s_), kTileKv * 4, weights_, groups, s.o,
+              [&]() __attribute__((always_inline)) {
+                next_v.template next<kBytesV * 128 / kDimV>();
+              });
         constexpr int steps = ValueParts<kDimV, rows.count>::count;  // for a row
         constexpr int piece = kBytesV * ValueStep<Matrix, Value>::kKeys / steps;
         few_values<Matrix, Value, kDimV, rows.count, rows.several>(
@@ -386,7 +412,10 @@ class FewRow {
     for (int r = 0; r < count; ++r) {
       stream.next(1);
       if constexpr (!Hooks::kPointwise) normalize_row(head, r, vectors, top[r]);
-      pack_row_weights<Matrix, Value>(s_ + r * kTileKv, vectors * kLanes);
+      float* const row = s_ + r * kTileKv;
+      if constexpr (kIntegerValues)
+        weights_[r] = integer_row<kTileKv>(row, vectors * kLanes, reinterpret_cast<int8_t*>(row));
+      else pack_row_weights<Matrix, Value>(row, vectors * kLanes);
     }
   }
 
@@ -435,7 +464,8 @@ class FewRow {
         const int32_t packed = row0 + first + i;
         float* o = head.o + (first + i) * kDimV;
         for (int d = 0; d < kDimV; d += kLanes) store(o + d, load(o + d) * n.factor[i]);
-        ordered_dims<Matrix, Value, kDimV>(o);
+        if constexpr (kIntegerValues) ordered_integer_dims<kDimV>(o);
+        else ordered_dims<Matrix, Value, kDimV>(o);
         writer.write(packed_row<kIndirect>(*c_.args, w, packed),
                      int64_t{w.partial} - w.row_begin + packed, o, n.lse[i]);
       }
@@ -451,6 +481,8 @@ class FewRow {
   Matrix* v_rows_;
   int32_t* pairs_;       // [pair of keys][kDimV] of V, for AMX tiles
   float* value_scales_;  // [key] of one head
+  IntegerRow* queries_;  // [head][row]
+  IntegerRow* weights_;  // [row] of one head
   float* base_;          // [head][row], in the units of scores
   float* sums_;          // [head][row][lane]: partial sums of weights
   int32_t* h_;           // [head][row]

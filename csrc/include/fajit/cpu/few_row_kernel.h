@@ -44,8 +44,9 @@ class RowStream {
   const char *at_, *end_;
 };
 
-// Lane i of the result is the sum over the lanes of r[i].
-FAJIT_INLINE vf reduce_columns(vf (&r)[kLanes]) {
+// Lane i of the result is the sum over the lanes of r[i]. Vector: vf or vi.
+template <class Vector>
+FAJIT_INLINE Vector reduce_columns(Vector (&r)[kLanes]) {
 #pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2) {
     const vi lane = iota();
@@ -54,8 +55,8 @@ FAJIT_INLINE vf reduce_columns(vf (&r)[kLanes]) {
     const vi odd = upper ? lane + kLanes : lane + half;
 #pragma GCC unroll 8
     for (int i = 0; i < half; ++i) {
-      const vi a = as_int(r[i]), b = as_int(r[i + half]);
-      r[i] = as_float(shuffle2(a, b, even)) + as_float(shuffle2(a, b, odd));
+      const vi a = (vi)r[i], b = (vi)r[i + half];
+      r[i] = (Vector)shuffle2(a, b, even) + (Vector)shuffle2(a, b, odd);
     }
   }
   return r[0];
