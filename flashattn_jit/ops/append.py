@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .. import _C
 from ..codegen.spec import MAX_HEAD_DIM, on_cpu, utility_target
 from ..errors import InputError, ParamError
-from ..formats import CODES, Codes, Stored, divided, put_scale
+from ..formats import Codes, Stored, divided, put_scale
 from ..planner.reachable import CHANGED, appends_dtypes
 from ..torch_modes import is_direct, is_quiet_and_plain, on_host
 from ..variants.binding import bind
@@ -82,16 +82,13 @@ def append_paged_kv(
         >>> fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, paged)
     """
     if isinstance(k_pages, Stored) or isinstance(v_pages, Stored):
-        append = AppendPlan(q_indptr, paged, positions, transform, _device_of(k), target)
-        append.run(k, v, k_pages, v_pages)
+        _check_no_op(_tensors_of(k, v, k_pages, v_pages))
+    elif positions is not None or transform is not None:
+        _check_no_op((k, v, k_pages, v_pages))
+    elif _is_op((k, v, k_pages, v_pages)):
+        as_op.append(run_append, k, v, k_pages, v_pages, q_indptr, paged, target)
         return
-    given = (k, v, k_pages, v_pages)
-    if positions is not None or transform is not None:
-        _check_no_op(given)
-    elif _is_op(given):
-        as_op.append(run_append, *given, q_indptr, paged, target)
-        return
-    run_append(*given, q_indptr, paged, target, positions, transform)
+    run_append(k, v, k_pages, v_pages, q_indptr, paged, target, positions, transform)
 
 
 @on_host
@@ -208,7 +205,7 @@ class AppendPlan:
             LaunchError: CUDA refused the launch.
         """
         if isinstance(k_pages, Stored) or isinstance(v_pages, Stored):
-            _check_no_op((k, v, *map(_codes, (k_pages, v_pages)), *_tensors(params)))
+            _check_no_op((*_tensors_of(k, v, k_pages, v_pages), *_tensors(params)))
             self._quantise(k, v, k_pages, v_pages, params)
             return
         given: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages)
@@ -228,10 +225,13 @@ class AppendPlan:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        k_pages: Codes,
+        v_pages: Codes,
     ) -> None:
         """`run` outside of the tracer, on any objects."""
+        if isinstance(k_pages, Stored) or isinstance(v_pages, Stored):
+            self._quantise(k, v, k_pages, v_pages, {})
+            return
         names = ("k", "v", "k_pages", "v_pages")
         for name, tensor in zip(names, (k, v, k_pages, v_pages), strict=True):
             checks.check_readable(name, tensor)
@@ -289,13 +289,14 @@ class AppendPlan:
         stored = (k_pages, v_pages)
         rows = (k, v, _codes(k_pages), _codes(v_pages))
         scales = [x.scales if isinstance(x, Stored) and x.has_own_scales else None for x in stored]
-        form = tuple(
+        quantises = (isinstance(k_pages, Stored), isinstance(v_pages, Stored))
+        form = (quantises, *[
             None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg())
             for t in (*rows, *scales)
-        )
+        ])  # fmt: skip
         steps = self._forms.get(form)
         if steps is None:
-            steps = self._forms[form] = self._check(*rows, *scales)
+            steps = self._forms[form] = self._check(*rows, *scales, quantises=quantises)
         checks.check_grad([*rows, *(t for t in scales if t is not None)])
         check_memory(*rows, *scales)
         divides = [isinstance(x, Stored) and not x.has_own_scales for x in stored]
@@ -316,13 +317,16 @@ class AppendPlan:
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
         *scales: torch.Tensor | None,
+        quantises: tuple[bool, bool] = (False, False),
     ) -> _Steps:
         """What does not depend on addresses; returns the steps of the copies.
 
-        scales: those that an append into pages of codes stores, for k and for v.
+        scales: those that an append into pages of codes stores, for k and for v. quantises: whether
+        rows of k and of v become codes.
         """
-        for name, new, cache in (("k", k, k_pages), ("v", v, v_pages)):
-            check_new_rows(name, new, cache, bool(scales) and cache.dtype in _CODES)
+        rows = (("k", k, k_pages), ("v", v, v_pages))
+        for (name, new, cache), codes in zip(rows, quantises, strict=True):
+            check_new_rows(name, new, cache, codes)
         if k.shape[:2] != v.shape[:2]:
             raise InputError(
                 f"v has num_tokens={v.shape[0]} and num_kv_heads={v.shape[1]}, but k has "
@@ -430,8 +434,8 @@ class _Steps(NamedTuple):
 def run_append(
     k: torch.Tensor,
     v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    k_pages: Codes,
+    v_pages: Codes,
     q_indptr: torch.Tensor,
     paged: Paged,
     target: str | None,
@@ -443,11 +447,16 @@ def run_append(
     append.write(k, v, k_pages, v_pages)
 
 
-_CODES = tuple(code.dtype for code in CODES.values())
-
-
 def _codes(pages: Codes) -> torch.Tensor:
     return pages.codes if isinstance(pages, Stored) else pages
+
+
+def _tensors_of(
+    k: torch.Tensor, v: torch.Tensor, k_pages: Codes, v_pages: Codes
+) -> list[torch.Tensor]:
+    """k, v, pages or their codes, then the scales of codes."""
+    scales = [x.scales for x in (k_pages, v_pages) if isinstance(x, Stored)]
+    return [k, v, _codes(k_pages), _codes(v_pages), *scales]
 
 
 def _tensors(params: Mapping[str, object]) -> list[torch.Tensor]:
@@ -491,8 +500,8 @@ def _check_no_op(given: Sequence[torch.Tensor]) -> None:
             checks.check_readable(name, tensor)
         as_op.is_traced(given)  # its errors say more
     raise InputError(
-        "positions and a transform are not part of the op that torch.compile, export, dispatch "
-        "modes and tensor subclasses use; append outside of them"
+        "positions, a transform and pages of codes are not part of the op that torch.compile, "
+        "export, dispatch modes and tensor subclasses use; append outside of them"
     )
 
 

@@ -181,7 +181,7 @@ class BatchBase:
                 dim, as for k and v.
             k: [num_pages, page_size, num_kv_heads, head_dim] over pages, [num_kv_tokens,
                 num_kv_heads, head_dim] ragged, in kv_dtype. Another layout is a transposed view.
-                With a kv_format an `fa.kv.ReadStorage` of that layout.
+                With a kv_format an `fa.kv.Stored` of that layout.
             v: likewise, with head_dim_v; its strides may differ from k's.
             scale: multiplies q . k; 1/sqrt(head_dim) by default. A float, or a 0-dim cpu tensor,
                 which each run reads.

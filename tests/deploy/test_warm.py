@@ -89,8 +89,8 @@ def test_appends_with_a_transform_are_a_format() -> None:
     assert [s for s in every if s.tile_kind == "append"] == [spec]
     with pytest.raises(InputError, match="no calls of Causal are append"):
         wanted_specs("Causal", **{**HERE, "formats": ["append"]})
-    with pytest.raises(InputError, match=r"dtypes: .*appends change rows of float32"):
-        wanted_specs(variant, **{**HERE, "dtypes": "fp32/fp8/fp8", "formats": ["append"]})
+    (codes,) = wanted_specs(variant, **{**HERE, "dtypes": "fp32/fp8/int8", "formats": ["append"]})
+    assert (codes.q_dtype, codes.k_dtype, codes.v_dtype) == ("float32", "float8_e4m3fn", "int8")
 
 
 def test_targets_dtypes_and_dims_multiply() -> None:

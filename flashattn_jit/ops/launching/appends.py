@@ -147,7 +147,11 @@ def _scale_layout(scales: torch.Tensor | None) -> tuple[tuple[int, ...], tuple[i
     """`ScalePages` of fajit/cpu/vector/quantize.h: pages, slots, heads, dtype; strides in bytes."""
     if scales is None:
         return (0, 0, 0, 0), (0, 0, 0, 0)
-    steps = (s * scales.itemsize for s in scales.stride())
+    # Dims of one entry may have any stride.
+    steps = (
+        s * scales.itemsize if n > 1 else 0
+        for n, s in zip(scales.shape, scales.stride(), strict=True)
+    )
     return (*scales.shape, 1 + _SCALE_DTYPES.index(scales.dtype)), (*steps, 0)
 
 

@@ -17,7 +17,7 @@ from flashattn_jit.variants.reference import varlen_reference
 from tests.batch.batches import indptr
 from tests.harness.toolkit import needs_nvcc
 from tests.ops.batches.paged_calls import paged_attention
-from tests.ops.cases import assert_close
+from tests.ops.cases import HOST_TARGETS, assert_close
 
 SM80 = "emulated:sm_80"
 BF16 = torch.bfloat16
@@ -264,6 +264,24 @@ def test_slots_of_a_page_that_is_not_there_are_those_of_page_0(
     monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
     assert torch.equal(first_page(wild), first_page(0))
     assert not torch.equal(first_page(wild), first_page(int(c.paged.page_indices[0])))
+
+
+@pytest.mark.parametrize("target", HOST_TARGETS)
+@pytest.mark.parametrize("past", [2**31 - 8, -(2**31) + 8, 10**6])
+def test_keys_that_are_not_there_have_slot_0(past: int, target: str) -> None:
+    """Also where their indices pass the largest int32 and go on from the least one."""
+    c = cached(DECODE, page_size=100)
+    gain = torch.zeros(c.k_pages.shape[0] * 100)
+    gain[1:] = float("nan")
+
+    def by_slot(score, b, h, q_idx, kv_idx):
+        return score + gain[fa.kv_slot(b, kv_idx + past)]
+
+    found, plain = (
+        paged_attention(c.q, c.k_pages, c.v_pages, c.q_indptr, c.paged, hook, target=target)[0]
+        for hook in (by_slot, None)
+    )
+    assert torch.equal(found, plain)
 
 
 def test_caches_that_overlap_are_refused() -> None:

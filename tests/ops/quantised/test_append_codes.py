@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import default_target
@@ -14,6 +15,7 @@ from flashattn_jit.errors import GradError, InputError
 from flashattn_jit.formats import CODES, SCALE_DTYPES
 from tests.batch.batches import indptr
 from tests.harness.rotation import other_target, turn
+from tests.ops.batches.test_append_plans import Ones
 from tests.ops.cases import normal
 
 Format, Stored = fa.kv.Format, fa.kv.Stored
@@ -130,6 +132,47 @@ def test_keys_alone_become_codes() -> None:
         torch.testing.assert_close(plain[place], v[i], rtol=0, atol=0, equal_nan=True)
 
 
+def test_scales_of_dims_of_one_entry_have_any_stride() -> None:
+    """Strides that overflow when they are multiplied."""
+    far, int8 = 2**62, Format("int8")
+    memory = torch.zeros(4)
+    own = Stored(
+        torch.zeros(1, 4, 1, 64, dtype=torch.int8),
+        torch.as_strided(memory, (1, 4, 1), (far, 1, far)),
+    )
+    other = Stored(torch.zeros_like(own.codes), torch.zeros(1, 4, 1))
+    k = normal(0, 3, 1, 64)
+    paged = fa.Paged(indptr([1]), torch.zeros(1).int(), torch.tensor([3]), 4)
+    fa.append_paged_kv(k, k, own, other, indptr([3]), paged)
+    wanted = int8.quantize(k)
+    assert torch.equal(own.codes[0, :3], wanted.codes) and torch.equal(
+        memory[:3], wanted.scales[:, 0]
+    )
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), Ones], ids=["device", "function"])
+def test_default_devices_and_function_modes_do_not_count(mode: Any) -> None:
+    int8, k, v = Format("int8"), normal(0, 11, HEADS, 64), normal(1, 11, HEADS, 64)
+    caches = empty(int8, 64), empty(int8, 64)
+    with mode():
+        fa.append_paged_kv(k, v, *caches, Q_INDPTR, PAGED)
+    for cache, x in zip(caches, (k, v), strict=True):
+        check(cache, int8.quantize(x))
+
+
+def test_the_op_that_is_traced_has_no_codes() -> None:
+    int8, k = Format("int8"), normal(0, 11, HEADS, 64)
+    one, other = empty(int8, 64), empty(int8, 64)
+    with FakeTensorMode() as mode:
+        fake = Stored(one.codes, mode.from_tensor(one.scales))
+    with pytest.raises(InputError, match="pages of codes are not part of the op"):
+        fa.append_paged_kv(k, k, fake, other, Q_INDPTR, PAGED)
+    with pytest.raises(InputError, match="does not run under"):
+        torch.vmap(lambda s: fa.append_paged_kv(
+            k, k, Stored(one.codes, s), other, Q_INDPTR, PAGED
+        ))(torch.stack([one.scales] * 2))  # fmt: skip
+
+
 def test_attention_over_what_was_appended() -> None:
     """A prompt and a token at a time, quantised on the way in, against the rows themselves."""
     int8 = Format("int8")
@@ -166,10 +209,15 @@ def wrong_appends() -> dict[str, tuple[Any, type[Exception], str]]:
         return lambda: fa.plan_append(Q_INDPTR, PAGED, target=target).run(*tensors, **params)
 
     given = Stored(other.codes, torch.ones(HEADS))
+    negated = Stored(other.codes, torch._neg_view(other.scales))
     return {
         "dtypes": (append(k, v.half(), one, other), InputError, "rows of one dtype"),
         "codes": (append(one.codes[0], v, one, other), InputError, "k has num_tokens|rows of one"),
         "plain": (append(k, v, one, plain), InputError, "v has dtype torch.float32"),
+        "no scales": (
+            append(k, v, one, other.codes), InputError, "v has dtype torch.float32, but v_pages",
+        ),
+        "negated": (append(k, v, one, negated), InputError, "are not part of the op"),
         "expanded": (append(k, v, one, wide), InputError, "scales of v_pages are an expanded"),
         "same": (append(k, v, one, taken), InputError, "scales of k and v start at the same"),
         "emulated": (

@@ -15,7 +15,7 @@
 // or when the head dim does not fill vectors (a load would reach past the row).
 #pragma once
 #include <fajit/cpu/few_row_kernel.h>
-#include <fajit/cpu/integers.h>
+#include <fajit/cpu/vnni/few_row.h>
 #if FAJIT_AMX
 #include <fajit/cpu/amx/few_row.h>
 #endif

@@ -94,14 +94,15 @@ FAJIT_INLINE int64_t paged_slot(const Context& c, int32_t r, int64_t kv_idx) {
 FAJIT_INLINE vl paged_slots(const Context& c, int32_t r, vi kv_idx) {
   const fajit_args& a = *c.args;
   const auto wide = [](vi x) { return __builtin_convertvector(x, vl); };
-  const int32_t first = a.kv_first == nullptr ? 0 : a.kv_first[r];
-  const int32_t least = kv_idx[0] - first, size = a.page_size;
+  const int32_t first = a.kv_first == nullptr ? 0 : a.kv_first[r], size = a.page_size;
   const int32_t* const pages = a.page_indices + a.page_indptr[r];
   const int shift = __builtin_ctz(size);
   const bool is_power = size == 1 << shift;
+  const vi there = (kv_idx >= first) & (kv_idx < a.kv_len[r]);
+  if (!any(there)) return vl{};
   // Most often they follow each other in one page.
-  const bool run = !any(kv_idx != kv_idx[0] + iota());
-  if (run && least >= 0 && kv_idx[FAJIT_LANES - 1] < a.kv_len[r]) {
+  if (all(there & (kv_idx == kv_idx[0] + iota()))) {
+    const int32_t least = kv_idx[0] - first;
     const int32_t page = is_power ? least >> shift : least / size, at = least - page * size;
     if (at + FAJIT_LANES <= size) {
       const int32_t named = pages[page];
@@ -109,8 +110,6 @@ FAJIT_INLINE vl paged_slots(const Context& c, int32_t r, vi kv_idx) {
       return wide(at + iota()) + valid * size;
     }
   }
-  const vi there = (kv_idx >= first) & (kv_idx < a.kv_len[r]);
-  if (!any(there)) return vl{};
   const vi n = there ? kv_idx - first : vi{};
   const vi page = is_power ? n >> shift : truncdiv_vi(n, vi{} + size);
   const vi named = gather32(pages, wide(page));
