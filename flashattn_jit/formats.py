@@ -222,7 +222,7 @@ def read_formats(kv_format: object, name: str = "kv_format") -> Formats:
 class KeyScale(Variant):
     """``k * k_scale[slot, kv_h]``, for keys in pages or packed."""
 
-    k_scale: Tensor = tensor("num_slots", "num_kv_heads")
+    k_scale: Tensor = tensor("num_k_slots", "num_kv_heads")
 
     def key_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
         """The formula of the class."""
@@ -232,7 +232,7 @@ class KeyScale(Variant):
 class ValueScale(Variant):
     """``v * v_scale[slot, kv_h]``, for values in pages or packed."""
 
-    v_scale: Tensor = tensor("num_slots", "num_kv_heads")
+    v_scale: Tensor = tensor("num_v_slots", "num_kv_heads")
 
     def value_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
         """The formula of the class."""
@@ -262,7 +262,7 @@ class DenseValueScale(Variant):
 class KeyCode(Variant):
     """``k / k_scale[slot, kv_h]``, for keys on their way into pages; 0 where the scale is 0."""
 
-    k_scale: Tensor = tensor("num_slots", "num_kv_heads")
+    k_scale: Tensor = tensor("num_k_slots", "num_kv_heads")
 
     def key_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
         """The formula of the class."""
@@ -273,7 +273,7 @@ class KeyCode(Variant):
 class ValueCode(Variant):
     """``v / v_scale[slot, kv_h]``, for values on their way into pages; 0 where the scale is 0."""
 
-    v_scale: Tensor = tensor("num_slots", "num_kv_heads")
+    v_scale: Tensor = tensor("num_v_slots", "num_kv_heads")
 
     def value_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
         """The formula of the class."""
