@@ -201,19 +201,19 @@ class Stored:
 Codes = Tensor | Stored
 """Keys or values: a tensor, or a quantised one."""
 
-KvFormat = Format | tuple[Format | None, Format | None]
-"""A format of keys and values both, or one of each; None for values as they are."""
-
-
 Formats = tuple[Format | None, Format | None]
+"""The formats of keys and of values; None for values as they are."""
+
+KvFormat = Format | Formats
+"""One format of keys and values both, or one of each."""
 
 
-def read_formats(kv_format: object, name: str = "kv_format") -> Formats:
+def read_formats(kv_format: object) -> Formats:
     """The formats of keys and of values. Raises InputError."""
     pair = kv_format if isinstance(kv_format, tuple) else (kv_format, kv_format)
     if len(pair) != 2 or not all(f is None or isinstance(f, Format) for f in pair):
         raise InputError(
-            f"{name} must be an fa.kv.Format, or a pair of one for k and one for v, None for "
+            "kv_format must be an fa.kv.Format, or a pair of one for k and one for v, None for "
             f"values that are not quantised; got {kv_format!r:.80}"
         )
     return pair
@@ -317,11 +317,7 @@ def put_scale(name: str, x: Stored, params: dict[str, object], dense: bool = Fal
 
 
 def unwrap(
-    k: Tensor | Stored,
-    v: Tensor | Stored,
-    variant: Variant,
-    params: dict[str, object],
-    dense: bool,
+    k: Codes, v: Codes, variant: Variant, params: dict[str, object], dense: bool
 ) -> tuple[Tensor, Tensor, Variant]:
     """A call on `Stored` keys or values as one on codes: its k, v and variant. Scales are added to
     params. Raises InputError."""

@@ -261,7 +261,7 @@ class AppendPlan:
         check_memory(*given)
         if self._transform is not None:
             assert steps.changes is not None
-            bound = bind(self._transform, steps.changes.dims, params)
+            bound = bind(steps.variant, steps.changes.dims, params)
             checks.check_grad(bound.tensors)
             if self.num_tokens and k.shape[1]:
                 steps.changes.run(given, bound)
@@ -299,13 +299,11 @@ class AppendPlan:
             steps = self._forms[form] = self._check(*rows, *scales, quantises=quantises)
         checks.check_grad([*rows, *(t for t in scales if t is not None)])
         check_memory(*rows, *scales)
-        divides = [isinstance(x, Stored) and not x.has_own_scales for x in stored]
-        for name, x, own in zip("kv", stored, divides, strict=True):
-            if own and isinstance(x, Stored):
+        for name, x, own in zip("kv", stored, scales, strict=True):
+            if isinstance(x, Stored) and own is None:
                 put_scale(name, x, params)
-        variant = divided(self._transform or FULL, *divides)
         assert steps.changes is not None
-        bound = bind(variant, steps.changes.dims, params)
+        bound = bind(steps.variant, steps.changes.dims, params)
         checks.check_grad(bound.tensors)
         if self.num_tokens and k.shape[1]:
             steps.changes.run((*rows, *scales), bound)
@@ -364,13 +362,17 @@ class AppendPlan:
         for name, own in zip("kv", scales, strict=False):
             if own is not None and is_expanded(own):
                 raise InputError(f"scales of {name}_pages are an expanded tensor: rows share them")
-        changes = None
+        changes, variant = None, self._transform or FULL
         if self._transform is not None or scales:
             self._check_changed(k, v, k_pages, v_pages)
-            name = "codes" if self._transform is None else self._transform.name
+            if scales:  # those that the append does not store are given, and rows divided by them
+                given_k, given_v = (
+                    q and own is None for q, own in zip(quantises, scales, strict=True)
+                )
+                variant = divided(variant, given_k, given_v)
             given = (k, v, k_pages, v_pages, *scales)
-            changes = Changes(self._places, given, self._target, name)
-        return _Steps(_steps(k, k_pages), _steps(v, v_pages), changes)
+            changes = Changes(self._places, given, self._target, variant.name)
+        return _Steps(_steps(k, k_pages), _steps(v, v_pages), variant, changes)
 
     def _check_changed(
         self, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
@@ -422,11 +424,12 @@ class AppendPlan:
 class _Steps(NamedTuple):
     """Bytes between tokens and heads of k or v; between pages, slots and heads; bytes of a row.
 
-    changes: with a transform.
+    variant: the transform, and the division by given scales. changes: where rows are changed.
     """
 
     k: _Step
     v: _Step
+    variant: Variant
     changes: Changes | None
 
 

@@ -70,10 +70,11 @@ class FewRow {
   // threads, timed by hand).
   static constexpr int kVectorRows = 1;
 
-  // Keys that several groups of rows read are converted once, where that costs more than a shift.
   // int8 keys and values are multiplied as integers.
   static constexpr bool kIntegerKeys = !kTiles && kKeysInPlace && kIntegers<Matrix, K, kDim>;
   static constexpr bool kIntegerValues = !kTiles && kValuesInPlace && kIntegers<Matrix, V, kDimV>;
+
+  // Keys that several groups of rows read are converted once, where that costs more than a shift.
   static constexpr bool kConvertOnce = !kTiles && !kIntegerKeys && kKeysInPlace &&
                                        !same<K, Matrix> && !kPaired<Matrix, K, kDim> &&
                                        kTileRows > kFewRowGroup;
