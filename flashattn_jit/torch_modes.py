@@ -146,17 +146,32 @@ _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _tensor_keys = torch._C._dispatch_keys
 _CPU = torch.device("cpu")
 _PLAIN_KEYS: set[int] = set()
+_learned: set[torch.device] = set()
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of tensors that always have an address, if their layout has."""
 
 
-def learn_device(device: torch.device) -> None:
+def _learn_device(device: torch.device) -> None:
     """Add the dispatch keys of plain tensors on a device to those that `is_direct` accepts."""
+    _learned.add(device)
     _PLAIN_KEYS.update(_both(lambda: _tensor_keys(torch.empty(0, device=device)).raw_repr()))
 
 
-learn_device(torch.device("cpu"))
+_learn_device(_CPU)
+
+
+def _has_plain_keys(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the dispatch keys of plain ones; those of a CUDA device are learned from
+    the first tensor on it."""
+    keys = _tensor_keys(tensor).raw_repr()
+    if keys in _PLAIN_KEYS:
+        return True
+    device = tensor.device
+    if device.type != "cuda" or device in _learned or not torch.cuda.is_initialized():
+        return False
+    _learn_device(device)
+    return keys in _PLAIN_KEYS
 
 
 def is_direct(*tensors: torch.Tensor) -> bool:
@@ -173,10 +188,7 @@ def is_quiet_and_plain(*tensors: torch.Tensor, functions: bool = False) -> bool:
     torch-function mode."""
     if not is_quiet(functions):
         return False
-    for tensor in tensors:
-        if type(tensor) not in PLAIN or _tensor_keys(tensor).raw_repr() not in _PLAIN_KEYS:
-            return False
-    return True
+    return all(type(tensor) in PLAIN and _has_plain_keys(tensor) for tensor in tensors)
 
 
 def is_plain(*values: object) -> bool:

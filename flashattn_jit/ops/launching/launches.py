@@ -15,7 +15,7 @@ import torch
 from ... import _C
 from ...codegen.spec import call_target, on_cpu
 from ...errors import InputError
-from ...torch_modes import learn_device, refuse_capture
+from ...torch_modes import refuse_capture
 from ...variants.binding import Bound, Swap, bind, bind_outside_modes
 from ...variants.ir.ir import unscaled_integers
 from ...variants.variant import Variant
@@ -313,8 +313,6 @@ def _plan(call: Call, requests: Requests, bound: Bound, name: str) -> Variation:
         "make the same call once before the capture, with the same shapes, strides, dtypes and "
         "lengths",
     )
-    if device.type == "cuda":
-        learn_device(device)
     form = call.form
     options = Options(
         form.num_q_heads, form.num_kv_heads, form.head_dim, form.head_dim_v, *form.dtypes, device,
