@@ -10,15 +10,18 @@ import os
 import time
 from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import flashattn_jit as fa
 from flashattn_jit import env
+from flashattn_jit.kv import step
 from flashattn_jit.ops.device import plan_memory
 from tests.batch import oracle
-from tests.gpu.place import COMPILE_ONLY, EMULATED, NAMED, REASON, SHARE
+from tests.gpu.place import COMPILE_ONLY, EMULATED, NAMED, REASON, SHARE, TARGET
 from tests.harness import rotation
 from tests.ops import cases
 
@@ -94,3 +97,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         if not COMPILE_ONLY or not _here(pyfuncitem):
             raise
         return True
+
+
+@pytest.fixture(autouse=True)
+def _steps_append_on_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of fa.kv has no target: where tensors are on the CPU, its appends would run there."""
+    monkeypatch.setattr(step, "plan_append", partial(fa.plan_append, target=TARGET))

@@ -53,7 +53,7 @@ class Engine:
             group = spec.groups[self.cache.group_of(layer)]
             k = rows(tokens, positions, layer, group.num_kv_heads, group.head_dim)
             v = -rows(tokens, positions, layer, group.num_kv_heads, group.head_dim_v or 0)
-            step.append(layer, k, v)
+            step.append(layer, k.to(self.cache.device), v.to(self.cache.device))
 
     def step(self, items: list[tuple[fa.kv.Sequence, list[int]]]) -> None:
         with self.cache.step(items) as step:
@@ -88,7 +88,7 @@ class Engine:
             wanted_tokens = torch.tensor([hashes[x] for x in at], dtype=torch.float32)
             for layer in group.layers:
                 for cached, sign in zip(cache.tensors(layer), (1, -1), strict=True):
-                    dim = cached.shape[-1]
+                    cached, dim = cached.cpu(), cached.shape[-1]
                     wanted = rows(
                         wanted_tokens, torch.from_numpy(at).float(), layer, group.num_kv_heads, dim
                     )

@@ -13,20 +13,27 @@ import flashattn_jit as fa
 HEADS, DIM = (4, 2), 32
 
 
-def cache_of(variant: fa.Variant, num_pages: int = 400, page_size: int = 16) -> fa.kv.Cache:
+def cache_of(
+    variant: fa.Variant, num_pages: int = 400, page_size: int = 16,
+    dtype: torch.dtype = torch.float32, **options: Any,
+) -> fa.kv.Cache:  # fmt: skip
     group = fa.kv.Group((0,), HEADS[1], DIM, num_q_heads=HEADS[0], variant=variant)
-    spec = fa.kv.Spec((group,), page_size, torch.float32)
-    return fa.kv.Cache(spec, num_pages, max_kv_len=20_000)
+    return fa.kv.Cache(
+        fa.kv.Spec((group,), page_size, dtype), num_pages, max_kv_len=20_000, **options
+    )
 
 
-def attention(kind: type, variant: fa.Variant) -> fa.BatchAttention | fa.CascadeAttention:
+def attention(
+    kind: type, variant: fa.Variant, dtype: torch.dtype = torch.float32, **options: Any
+) -> fa.BatchAttention | fa.CascadeAttention:
     return kind(
-        variant, num_q_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=DIM, q_dtype=torch.float32
+        variant, num_q_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=DIM, q_dtype=dtype, **options
     )
 
 
 def append(step: fa.kv.Step) -> None:
-    k, v = (torch.randn(step.num_tokens, HEADS[1], DIM) for _ in range(2))
+    cache = step.sequences[0].cache
+    k, v = torch.randn(2, step.num_tokens, HEADS[1], DIM).to(cache.device, cache.spec.dtype)
     step.append(0, k, v)
 
 

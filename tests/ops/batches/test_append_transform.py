@@ -51,8 +51,17 @@ def check(cache: torch.Tensor, wanted: Any) -> None:
     assert not rest.any()
 
 
-def rotated(x: torch.Tensor, position: int, interleaved: bool = False) -> torch.Tensor:
-    cos, sin = (t[position].double() for t in rope_tables(x.shape[-1], 16))
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight.double()
+
+
+def rotated(
+    x: torch.Tensor, position: int | torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """x [..., heads, dim] at one position, or at those of tokens [tokens]."""
+    tables = rope_tables(x.shape[-1], int(torch.as_tensor(position).max()) + 1)
+    cos, sin = (t[position].double().unsqueeze(-2) for t in tables)
     if interleaved:
         a, b = x[..., 0::2], x[..., 1::2]
         return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
@@ -71,12 +80,7 @@ def test_a_norm_and_a_rotation_of_keys(target, dtype, heads, dim, dim_v) -> None
     append = fa.plan_append(INDPTR, PAGES, transform=variant, target=target)
     append.run(k, v, k_pages, v_pages, k_weight=weight)
 
-    def normed(token: int, request: int, key: int) -> torch.Tensor:
-        x = k[token].double()
-        x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight.double()
-        return rotated(x, key)
-
-    check(k_pages, normed)
+    check(k_pages, lambda token, request, key: rotated(normed(k[token], weight), key))
     check(v_pages, lambda token, request, key: v[token].double())
     for token, (request, key) in enumerate(KEYS):
         assert torch.equal(v_pages[slot(request, key)], v[token])
