@@ -31,7 +31,7 @@ from benchmarks.gpu import mods, peers
 from benchmarks.gpu.kernels import last_kernel
 from benchmarks.gpu.machine import Emulated, Gpu, Machine
 from benchmarks.parts.measure import RESULTS, Row, ratio, save, table
-from benchmarks.parts.planned_otherwise import on_tile, planned
+from benchmarks.parts.planned_otherwise import clear_plans, on_tile, planned
 from benchmarks.parts.work import attention_flops, pairs_causal, pairs_window
 
 _TOKENS, _HIDDEN, _CALLS = 16384, 2048, 12
@@ -62,7 +62,7 @@ def parsed(case: str) -> tuple[int, int, str]:
 
 
 def _calls(machine: Machine, case: str, tile: str) -> dict[str, Callable[[], object]]:
-    """What a process measures of a case: this package's call, or the peers' where tile is "peers"."""
+    """What a process measures of a case: this package's call; where tile is "peers", theirs."""
     head_dim, length, hook = parsed(case)
     length = machine.pick(length, 160)
     shape = (machine.pick(_TOKENS // length, 1), machine.pick(_HIDDEN // head_dim, 2), length)
@@ -73,6 +73,7 @@ def _calls(machine: Machine, case: str, tile: str) -> dict[str, Callable[[], obj
     variant = HOOKS[hook](torch.rand(shape[1], device=machine.device))
     call = partial(fa.attention, q, k, v, variant, target=machine.target)
     if not tile:
+        clear_plans()
         call()
         return {"ours": call}
     rows, keys = map(int, tile.split("x"))
