@@ -85,7 +85,8 @@ def serve(machine: Machine, tile: str) -> None:
     an error; {"compile": [...]} by compiling."""
     torch.manual_seed(0)
     for line in sys.stdin:
-        request, answer = json.loads(line), {}
+        request = json.loads(line)
+        answer: dict[str, object] = {}
         try:
             if "compile" in request:
                 with ThreadPoolExecutor(4) as pool:
