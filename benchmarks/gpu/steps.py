@@ -28,6 +28,7 @@ import torch
 
 import flashattn_jit as fa
 from benchmarks.gpu import mods, peers
+from benchmarks.gpu.compute import WINDOW
 from benchmarks.gpu.kernels import last_kernel
 from benchmarks.gpu.machine import Emulated, Gpu, Machine
 from benchmarks.parts.measure import RESULTS, Row, ratio, save, table
@@ -41,7 +42,7 @@ HOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "ALiBi": mods.alibi,
     "soft cap": lambda slopes: mods.softcap(30.0),
     "approximate soft cap": lambda slopes: fa.SoftCap(30.0, approximate=True),
-    "window": lambda slopes: mods.window(1024),
+    "window": lambda slopes: mods.window(WINDOW),
 }
 CASES = [f"D{d} S{s} {hook}" for d in (128, 64, 256) for s in (16384, 4096, 1024) for hook in HOOKS]
 
@@ -49,7 +50,7 @@ CASES = [f"D{d} S{s} {hook}" for d in (128, 64, 256) for s in (16384, 4096, 1024
 def flops_of(case: str) -> float:
     """Floating-point operations of a case."""
     head_dim, length, hook = parsed(case)
-    pairs = {"causal": pairs_causal(length), "window": pairs_window(length, 1024)}
+    pairs = {"causal": pairs_causal(length), "window": pairs_window(length, WINDOW)}
     return attention_flops(
         pairs.get(hook, length**2), _TOKENS // length, _HIDDEN // head_dim, head_dim
     )
@@ -176,6 +177,8 @@ def main() -> None:
         with contextlib.redirect_stdout(sys.stderr):
             serve(machine, options.serve.replace("default", ""))
         return
+    if not options.folders:
+        parser.error("name a folder that holds a checkout")
     cases = options.case or CASES
     servers = {name: Server(name, options.dry_run) for name in options.folders}
     with ThreadPoolExecutor(len(servers)) as pool:
