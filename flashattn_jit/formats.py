@@ -1,13 +1,13 @@
 """How keys and values are quantised: `Format`, the codes and scales of one tensor, and `Stored`.
 
-A stored value is ``scale * code`` in fp32, before `key_mod` and `value_mod`. Scales reach kernels
-as params of two variants, `KeyScale` and `ValueScale`, which are composed with the caller's own:
-masks, batches, cascades and manifests treat them like any other variant.
+A stored value is ``scale * (value of the code - zero)`` in fp32, before `key_mod` and `value_mod`.
+`stored_hooks` has the hooks that compute it in kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,24 +15,56 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .variants.builtins import kv_slot
-from .variants.variant import Variant, tensor
+from .variants.ir.dtypes import CODES4, row_dim, unpacked
 
-SCALES = ("tensor", "head", "token_head")
+SCALES = ("tensor", "head", "token_head", "page_head", "channel")
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CHANNEL_BLOCK = 64
+"""Slots that share the scale of a channel."""
 
 
 class _Code(NamedTuple):
-    dtype: torch.dtype
-    largest: float
+    """least, largest: the values that `Format.quantize` uses. book: those of the codes 0 to 15."""
 
+    dtype: torch.dtype
+    least: float
+    largest: float
+    book: tuple[float, ...] = ()
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# QLoRA, Dettmers et al. 2023, arXiv 2305.14314, appendix E.
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
 
 CODES: Mapping[str, _Code] = {
-    "int8": _Code(torch.int8, 127.0),
-    "e4m3": _Code(torch.float8_e4m3fn, 448.0),
-    "e5m2": _Code(torch.float8_e5m2, 57344.0),
+    "int8": _Code(torch.int8, -127.0, 127.0),
+    "e4m3": _Code(torch.float8_e4m3fn, -448.0, 448.0),
+    "e5m2": _Code(torch.float8_e5m2, -57344.0, 57344.0),
+    "int4": _Code(CODES4, -7.0, 7.0),
+    "nf4": _Code(CODES4, -1.0, 1.0, _NF4),
+    "e2m1": _Code(CODES4, -6.0, 6.0, _E2M1 + tuple(-x for x in _E2M1)),
 }
-"""Codes by name, with the largest that `Format.quantize` uses."""
+"""Codes by name."""
+
+
+class Decoding(NamedTuple):
+    """What kernels know of a format: which numbers there are, and not their values.
+
+    groups: of channels. blocks: whether several slots share a scale. zeros, codebook: whether there
+    are any. rotated: whether rows are. dtype: of scales and zero points.
+    """
+
+    groups: int
+    blocks: bool
+    zeros: bool
+    codebook: bool
+    rotated: bool
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +72,19 @@ class Format:
     """How keys or values are quantised: what a code is, and what shares a scale.
 
     Args:
-        code: "int8" (-127 to 127), "e4m3" (float8_e4m3fn) or "e5m2" (float8_e5m2).
+        code: "int8" (-127 to 127), "e4m3" (float8_e4m3fn) or "e5m2" (float8_e5m2); of 4 bits "int4"
+            (-7 to 7), "nf4", "e2m1", or 16 numbers: the values of the codes 0 to 15. Codes of 4
+            bits need an even head_dim.
         scale: "tensor" for one scale, "head" for one per KV head, "token_head" for one per token
-            and KV head.
-        scale_dtype: float32, float16 or bfloat16.
+            and KV head, "page_head" for one per page and KV head, "channel" for one per channel, KV
+            head and 64 slots (KIVI, Liu et al. 2024, arXiv 2402.02750).
+        scale_dtype: float32, float16 or bfloat16; also of zero points.
+        group: channels that share a scale, a divisor of head_dim; all of them by default. Goes with
+            "token_head" and "page_head".
+        zero: whether each scale has a zero point: codes then span the least to the largest value
+            instead of being symmetric. Goes with "int8" (-128 to 127) and "int4" (-8 to 7).
+        rotate: whether rows are multiplied by a Hadamard matrix before they are quantised, which
+            spreads outliers over channels (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456).
 
     Raises InputError for anything else.
 
@@ -53,38 +94,103 @@ class Format:
         >>> batch.run(q, int8.quantize(k_pages), int8.quantize(v_pages))
     """
 
-    code: str
+    code: str | Sequence[float]
     scale: str = "token_head"
     scale_dtype: torch.dtype = torch.float32
+    group: int | None = None
+    zero: bool = False
+    rotate: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("code", self.code, tuple(CODES)),
+        if not isinstance(self.code, str):
+            object.__setattr__(self, "code", _codebook(self.code))
+        elif self.code not in CODES:
+            known = ", ".join(CODES)
+            raise InputError(f"code={self.code!r:.60} must be one of {known}, or 16 numbers")
+        for name, value, known_values in (
             ("scale", self.scale, SCALES),
             ("scale_dtype", self.scale_dtype, SCALE_DTYPES),
+            ("zero", self.zero, (False, True)),
+            ("rotate", self.rotate, (False, True)),
         ):
-            if not any(value is k or (isinstance(value, str) and value == k) for k in known):
-                raise InputError(
-                    f"{name}={value!r:.60} must be one of {', '.join(map(str, known))}"
-                )
+            if not any(value is x or (isinstance(value, str) and value == x) for x in known_values):
+                known = ", ".join(map(str, known_values))
+                raise InputError(f"{name}={value!r:.60} must be one of {known}")
+        if self.zero and self.code not in ("int8", "int4"):
+            raise InputError(f"zero=True goes with int8 and int4, not with {self.name}")
+        if self.group is None:
+            return
+        if isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1:
+            raise InputError(f"group={self.group!r:.60} must be a number of channels, or None")
+        if self.scale not in ("token_head", "page_head"):
+            raise InputError(
+                f"group={self.group} goes with scale='token_head' or 'page_head', not with "
+                f"{self.scale!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        """The name of the code; "codebook" for 16 numbers."""
+        return self.code if isinstance(self.code, str) else "codebook"
+
+    @property
+    def values(self) -> _Code:
+        """The dtype and the values of codes."""
+        if not isinstance(self.code, str):
+            most = max(abs(x) for x in self.code)
+            return _Code(CODES4, -most, most, tuple(self.code))
+        code = CODES[self.code]
+        return code._replace(least=code.least - 1) if self.zero else code
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of codes."""
-        return CODES[self.code].dtype
+        """The dtype of codes; those of 4 bits are pairs, bits4x2."""
+        return self.values.dtype
+
+    def decoding(self, head_dim: int) -> Decoding:
+        """What kernels must know of rows of `head_dim`."""
+        group = 1 if self.scale == "channel" else self.group or head_dim
+        blocks = self.scale in ("page_head", "channel")
+        return Decoding(
+            max(1, head_dim // max(1, group)), blocks, self.zero, bool(self.values.book),
+            self.rotate, self.scale_dtype,
+        )  # fmt: skip
+
+    def check_head_dim(self, name: str, head_dim: int) -> None:
+        """Raises InputError for a head dim, called `name`, that the format cannot have."""
+        if self.dtype is CODES4 and head_dim % 2:
+            raise InputError(f"{name}={head_dim} is odd, but {self.name} stores pairs of channels")
+        if self.group is not None and head_dim % self.group:
+            raise InputError(f"group={self.group} does not divide {name}={head_dim}")
+
+    def difference(self, stored: Stored) -> str:
+        """What `stored` has that this format has not, in words; empty if it fits."""
+        if stored.codes.dtype is not self.dtype:
+            return f"has codes of {stored.codes.dtype}"
+        own, has = self.decoding(row_dim(stored.codes)), stored.decoding
+        for name, one, other in zip(Decoding._fields, has, own, strict=True):
+            if one != other and not (name == "blocks" and other and stored.block == 1):
+                return f"has {name}={one}"
+        return ""
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one row of `head_dim` codes with its own scale, if it has one."""
-        own = self.scale_dtype.itemsize if self.scale == "token_head" else 0
-        return head_dim * self.dtype.itemsize + own
+        """Bytes of a row of `head_dim` codes, with its own scales and zero points if it has any."""
+        codes = head_dim // 2 if self.dtype is CODES4 else head_dim
+        if self.scale != "token_head":
+            return codes
+        numbers = head_dim // (self.group or head_dim) * (2 if self.zero else 1)
+        return codes + numbers * self.scale_dtype.itemsize
 
     def quantize(self, x: Tensor, *, heads_dim: int = -2) -> Stored:
         """The codes of `x` and their scales, the least at which no code is beyond the largest.
 
-        Codes are ``x / scale`` in fp32, rounded to nearest, ties to even. The scale is the largest
-        magnitude over the largest code, rounded to scale_dtype and from there up if need be: 0
-        where all values are 0, infinite where scale_dtype ends. NaN or infinite values make it NaN,
-        and the values that share it.
+        Codes are the nearest to ``x / scale`` in fp32; ties go to even, in a codebook to the lower
+        value. The scale is the largest magnitude over that of a code, rounded to scale_dtype and
+        from there up if need be: 0 where all values are 0, infinite where scale_dtype ends. NaN or
+        infinite values make it NaN, and the values that share it. With zero points the scale is the
+        span of the values over that of codes, or a 1,024th of their magnitude if that is more, so
+        that zero points, ``least code - least value / scale`` rounded to scale_dtype, keep within
+        1,300.
 
         Args:
             x: floating tensor [..., head_dim] on any device, such as pages [num_pages, page_size,
@@ -93,7 +199,7 @@ class Format:
                 tensors [batch, num_kv_heads, kv_len, head_dim].
 
         Raises:
-            InputError: x is no floating tensor of at least two dims.
+            InputError: x is no floating tensor of at least two dims, or does not fit the format.
 
         Example:
             >>> stored = fa.kv.Format("e4m3", scale="head").quantize(k, heads_dim=1)
@@ -102,21 +208,97 @@ class Format:
             raise InputError("x must be a floating tensor [..., num_kv_heads, ..., head_dim]")
         if not -x.dim() <= heads_dim < x.dim() or heads_dim % x.dim() == x.dim() - 1:
             raise InputError(f"heads_dim={heads_dim} is no dim of x before its last one")
-        code = CODES[self.code]
+        self.check_head_dim("head_dim", x.shape[-1])
         x = x.detach().float()
+        x = hadamard(x) if self.rotate else x
+        slots, heads = _slots_dim(x.dim(), heads_dim), heads_dim % x.dim()
+        block = self._block(x, slots)
+        group = 1 if self.scale == "channel" else self.group or max(1, x.shape[-1])
+        # [..., blocks, slots of a block, ..., groups, channels of a group]
+        parts = (*x.shape[:slots], x.shape[slots] // block, block, *x.shape[slots + 1 : -1])
+        y = x.reshape(*parts, x.shape[-1] // group, group)
         shared = {
-            "tensor": [*range(x.dim())],
-            "head": [d for d in range(x.dim()) if d != heads_dim % x.dim()],
-            "token_head": [x.dim() - 1],
-        }[self.scale]
-        if x.numel():
-            magnitude = x.abs().amax(shared, keepdim=True)
-        else:
-            magnitude = x.new_zeros([1 if d in shared else n for d, n in enumerate(x.shape)])
-        scales = _least_scales(magnitude, code.largest, self.scale_dtype)
-        scaled = (x / scales.float()).nan_to_num(0.0).clamp(-code.largest, code.largest)
-        codes = scaled.round() if code.dtype == torch.int8 else scaled
-        return Stored(codes.to(code.dtype), scales.squeeze(-1))
+            "tensor": [*range(y.dim())],
+            "head": [d for d in range(y.dim()) if d != heads + (heads > slots)],
+        }.get(self.scale, [slots + 1, y.dim() - 1])
+        scales, zeros = self._scales(y, shared)
+        scaled = y / scales.float()
+        if zeros is not None:
+            scaled = scaled + zeros.float()
+        code = self.values
+        scaled = scaled.nan_to_num(0.0).clamp(code.least, code.largest).view(x.shape)
+        book = torch.tensor(code.book, dtype=torch.float32, device=x.device) if code.book else None
+
+        def of_blocks(numbers: Tensor) -> Tensor:
+            numbers = numbers.squeeze(-1).squeeze(slots + 1)
+            return numbers if group < x.shape[-1] or self.group else numbers.squeeze(-1)
+
+        return Stored(
+            _encoded(scaled, code.dtype, book), of_blocks(scales),
+            None if zeros is None else of_blocks(zeros), book,
+            group=self.group or (1 if self.scale == "channel" else None), block=block,
+            rotated=self.rotate,
+        )  # fmt: skip
+
+    def _block(self, x: Tensor, slots: int) -> int:
+        """The slots of x that share a scale. Raises InputError where they do not fit x."""
+        pages = x.dim() == 4 and slots == 1
+        if self.scale == "page_head" and not pages:
+            raise InputError(
+                "scale='page_head' is of pages [num_pages, page_size, num_kv_heads, head_dim], not "
+                f"of {list(x.shape)}"
+            )
+        size = x.shape[slots]
+        block = {"page_head": max(1, size), "channel": CHANNEL_BLOCK}.get(self.scale, 1)
+        if size % block:
+            raise InputError(
+                f"scale={self.scale!r} needs multiples of {block} slots, but x has {size}; keep "
+                "the last ones as they are, in a level of their own"
+            )
+        if block & (block - 1):
+            raise InputError(f"scale='page_head' needs pages of 2**n slots, not of {block}")
+        return block
+
+    def _scales(self, y: Tensor, shared: list[int]) -> tuple[Tensor, Tensor | None]:
+        code = self.values
+        if not self.zero:
+            return _least_scales(_extreme(y.abs(), shared), code.largest, self.scale_dtype), None
+        least, most = -_extreme(-y, shared), _extreme(y, shared)
+        steps = code.largest - code.least
+        magnitude = torch.maximum(most.abs(), least.abs())
+        span = torch.maximum(most - least, magnitude * (steps / 1024.0))
+        scales = _least_scales(span, steps, self.scale_dtype)
+        zeros = (code.least - least / scales.float()).nan_to_num(0.0)
+        return scales, zeros.to(self.scale_dtype)
+
+
+def _codebook(numbers: object) -> tuple[float, ...]:
+    """16 finite numbers, rounded to fp32. Raises InputError for anything else."""
+    if isinstance(numbers, Tensor):
+        numbers = numbers.tolist() if numbers.dim() == 1 and numbers.is_cpu else [numbers]
+    many = isinstance(numbers, Sequence) and not isinstance(numbers, bytes)
+    if not many or len(numbers) != 16:  # type: ignore[arg-type]
+        got = f"{len(numbers)} of them" if many else type(numbers).__name__  # type: ignore[arg-type]
+        raise InputError(f"a codebook is 16 numbers, the values of the codes 0 to 15; got {got}")
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers):  # type: ignore[attr-defined]
+        raise InputError(f"a codebook is 16 numbers; got {numbers!r:.80}")
+    book = tuple(torch.tensor(numbers, dtype=torch.float32, device="cpu").tolist())
+    if not all(map(math.isfinite, book)) or not any(book):
+        raise InputError("the numbers of a codebook must be finite, and not all 0")
+    return book
+
+
+def _slots_dim(rank: int, heads_dim: int) -> int:
+    """The dim that counts slots: before the heads in pages and packed rows, behind dense ones."""
+    heads = heads_dim % rank
+    return max(heads - 1, 0) if heads == rank - 2 else rank - 2
+
+
+def _extreme(y: Tensor, shared: list[int]) -> Tensor:
+    """The largest values over the dims `shared`, which are kept."""
+    if y.numel():
+        return y.amax(shared, keepdim=True)
+    return y.new_zeros([1 if d in shared else n for d, n in enumerate(y.shape)])
 
 
 def _least_scales(magnitude: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
@@ -127,75 +309,223 @@ def _least_scales(magnitude: Tensor, largest: float, dtype: torch.dtype) -> Tens
     return (bits + (scales.float() * largest < magnitude)).to(bits.dtype).view(dtype)
 
 
+def _encoded(values: Tensor, dtype: torch.dtype, book: Tensor | None) -> Tensor:
+    """The codes nearest to `values`, which the codes' least and largest bound."""
+    if dtype is not CODES4:
+        return (values.round() if dtype == torch.int8 else values).to(dtype)
+    if book is None:
+        codes = values.round() + 8.0
+    else:
+        ordered, order = torch.sort(book, stable=True)
+        codes = order[torch.bucketize(values, (ordered[1:] + ordered[:-1]) * 0.5)]
+    low, high = codes.to(torch.uint8).chunk(2, -1)
+    return (low | (high << 4)).view(CODES4)
+
+
+def hadamard(rows: Tensor) -> Tensor:
+    """Rows times the orthogonal Hadamard matrix of their length, in blocks of the largest power of
+    two that divides it; symmetric, so that it undoes itself. Also a row of a hook."""
+    n = rows.shape[-1]
+    block = n & -n if n else 1
+    shape = rows.shape
+    x = rows.reshape(*shape[:-1], n // block, block)
+    for _ in range(block.bit_length() - 1):
+        even, odd = x[..., 0::2], x[..., 1::2]
+        x = torch.cat([even + odd, even - odd], -1)
+    return (x * (1.0 / math.sqrt(block))).reshape(shape)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """Quantised keys or values: ``scales * codes``.
+    """Quantised keys or values: ``scales * (values of codes - zeros)``.
 
     Args:
-        codes: int8, float8_e4m3fn or float8_e5m2, of any layout that keys or values have.
+        codes: int8, float8_e4m3fn or float8_e5m2, of any layout that keys or values have; or
+            bits4x2 or uint8, whose last dim is head_dim / 2: byte i has the code of channel i, an
+            integer plus 8 or an index of the codebook, in its low bits, and that of channel
+            i + head_dim / 2 in its high bits.
         scales: float32, float16 or bfloat16, broadcastable to codes.shape[:-1]: [] for one scale,
             [num_kv_heads] per head of pages or packed rows ([num_kv_heads, 1] dense), or one per
             row. Those of all slots below kv_len must be finite.
+        zeros: zero points, of the shape and dtype of scales; none by default.
+        codebook: fp32 [16], the values of codes of 4 bits; those of integers by default.
+        group: channels that share a scale; scales then have one more dim, of head_dim / group.
+        block: slots that share a scale; the dim of slots of scales then counts blocks. Whole ones:
+            a page has a multiple of it.
+        rotated: whether rows were multiplied by a Hadamard matrix, which `dequantize` undoes.
 
     Raises InputError for other dtypes and for shapes that do not fit.
     """
 
     codes: Tensor
     scales: Tensor
+    zeros: Tensor | None = None
+    codebook: Tensor | None = None
+    group: int | None = None
+    block: int = 1
+    rotated: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, dtypes in (
-            ("codes", self.codes, tuple(c.dtype for c in CODES.values())),
-            ("scales", self.scales, SCALE_DTYPES),
-        ):
-            if not isinstance(value, Tensor) or value.dtype not in dtypes:
-                has = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                known = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-                raise InputError(f"{name} must be a tensor of {known}; got {has}")
-        if self.codes.device != self.scales.device:
+        if isinstance(self.codes, Tensor) and self.codes.dtype == torch.uint8:
+            object.__setattr__(self, "codes", self.codes.view(CODES4))
+        known = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, CODES4)
+        _check_tensor("codes", self.codes, known)
+        numbers = {"scales": self.scales} if self.zeros is None else {
+            "scales": self.scales, "zeros": self.zeros,
+        }  # fmt: skip
+        for name, value in numbers.items():
+            _check_tensor(name, value, SCALE_DTYPES)
+            if value.device != self.codes.device:
+                raise InputError(f"codes are on {self.codes.device}, but {name} on {value.device}")
+            if value.shape != self.scales.shape or value.dtype != self.scales.dtype:
+                raise InputError(
+                    f"zeros are {value.dtype} {list(value.shape)}, but scales {self.scales.dtype} "
+                    f"{list(self.scales.shape)}"
+                )
+        self._check_codebook()
+        for name, least in (("group", self.group), ("block", self.block)):
+            if least is not None and (type(least) is not int or least < 1):
+                raise InputError(f"{name}={least!r:.60} must be at least 1")
+        if self.block & (self.block - 1):
+            raise InputError(f"block={self.block} must be a power of two")
+        dim = row_dim(self.codes)
+        if self.group is not None and dim % self.group:
+            raise InputError(f"group={self.group} does not divide head_dim={dim}")
+        shapes = [self._numbers_shape(dense) for dense in (False, True)]
+        if not any(_broadcasts(self.scales.shape, shape) for shape in shapes):
+            groups = f", with groups of {self.group} channels" if self.group else ""
+            blocks = f", in blocks of {self.block} slots" if self.block > 1 else ""
             raise InputError(
-                f"codes are on {self.codes.device}, but scales on {self.scales.device}"
-            )
-        rows, shape = tuple(self.codes.shape[:-1]), tuple(self.scales.shape)
-        sizes = zip(reversed(shape), reversed(rows), strict=False)
-        if len(shape) > len(rows) or any(have not in (1, want) for have, want in sizes):
-            raise InputError(
-                f"scales {list(shape)} do not broadcast to the rows {list(rows)} of codes"
+                f"scales {list(self.scales.shape)} do not broadcast to the rows "
+                f"{list(self.codes.shape[:-1])} of codes{groups}{blocks}"
             )
 
-    def dequantize(self) -> Tensor:
-        """The values, fp32, in the layout of codes."""
-        return self.codes.float() * self.scales.float().unsqueeze(-1)
+    def _check_codebook(self) -> None:
+        book = self.codebook
+        if book is None:
+            return
+        if self.codes.dtype is not CODES4:
+            raise InputError(f"a codebook is for codes of 4 bits, not of {self.codes.dtype}")
+        _check_tensor("codebook", book, (torch.float32,))
+        if tuple(book.shape) != (16,) or book.device != self.codes.device:
+            raise InputError(
+                f"codebook must be [16] on {self.codes.device}, got {list(book.shape)} on "
+                f"{book.device}"
+            )
+
+    def _numbers_shape(self, dense: bool) -> tuple[int, ...] | None:
+        """The shape of one scale a block of slots and group of channels; None where blocks are not
+        whole."""
+        rows = list(self.codes.shape[:-1])
+        if self.block > 1:
+            at = len(rows) - (1 if dense else 2)
+            if at < 0 or rows[at] % self.block:
+                return None
+            rows[at] //= self.block
+        return (*rows, *(() if self.group is None else (row_dim(self.codes) // self.group,)))
+
+    @property
+    def decoding(self) -> Decoding:
+        """What kernels must know of it."""
+        dim = row_dim(self.codes)
+        return Decoding(
+            dim // (self.group or dim) if dim else 1, self.block > 1, self.zeros is not None,
+            self.codebook is not None, self.rotated, self.scales.dtype,
+        )  # fmt: skip
+
+    def dequantize(self, *, heads_dim: int = -2) -> Tensor:
+        """The values, fp32, in the layout of codes. heads_dim: as for `Format.quantize`."""
+        dense = _slots_dim(self.codes.dim(), heads_dim) == self.codes.dim() - 2
+        values = _values(self.codes, self.codebook)
+        if self.zeros is not None:
+            values = values - self._of_channels(self.zeros, dense)
+        values = values * self._of_channels(self.scales, dense)
+        return hadamard(values) if self.rotated else values
+
+    def _of_channels(self, numbers: Tensor, dense: bool) -> Tensor:
+        """One number a channel of scales or zeros."""
+        numbers = self._of_blocks(numbers, dense).float()
+        if self.block > 1:
+            at = self.codes.dim() - (2 if dense else 3)
+            numbers = numbers.repeat_interleave(self.block, at)
+        if self.group is None:
+            return numbers.unsqueeze(-1)
+        return numbers.repeat_interleave(self.group, -1)
+
+    def _of_blocks(self, numbers: Tensor, dense: bool) -> Tensor:
+        shape = self._numbers_shape(dense)
+        if shape is None or not _broadcasts(numbers.shape, shape):
+            layout = "dense" if dense else "paged or packed"
+            raise InputError(
+                f"scales {list(numbers.shape)} of {layout} codes {list(self.codes.shape)} must "
+                f"broadcast to one a block of {self.block} slots"
+            )
+        return numbers.expand(shape)
 
     @property
     def has_own_scales(self) -> bool:
-        """Whether each row has a scale of its own, which an append computes and stores."""
-        return self.scales.shape == self.codes.shape[:-1]
+        """Whether each row has scales of its own, which an append computes and stores."""
+        return self.block == 1 and self.scales.shape == self._numbers_shape(False)
 
-    def of_rows(self) -> Tensor:
-        """Scales as a view of the shape of the rows, codes.shape[:-1]."""
-        return self.scales.expand(self.codes.shape[:-1])
+    def numbers(self, name: str, dense: bool, decodes: bool = True) -> dict[str, Tensor | int]:
+        """The params, by name, of the hooks that decode k or v: scales, zeros, the codebook. Hooks
+        that encode (decodes=False) have no codebook.
 
-    def of_slots(self, name: str) -> Tensor:
-        """Scales as a view [num_slots, num_kv_heads]; codes are pages or packed rows.
-
-        Raises InputError, which calls the tensor `name`, where pages do not follow each other.
+        Scales are views [num_slots / block, num_kv_heads, groups], or [batch, num_kv_heads,
+        kv_len / block, groups] where dense. Raises InputError, which calls the tensor `name`, where
+        pages do not follow each other.
         """
-        rows = self.of_rows()
-        if rows.dim() < 2:
+        found = {f"{name}_scale": self.scales}
+        if self.zeros is not None:
+            found[f"{name}_zero"] = self.zeros
+        found = {key: self._of_blocks(value, dense) for key, value in found.items()}
+        if self.group is None:
+            found = {key: value.unsqueeze(-1) for key, value in found.items()}
+        if not dense:
+            found = {key: self._of_slots(name, value) for key, value in found.items()}
+        numbers: dict[str, Tensor | int] = {**found}
+        if self.codebook is not None and decodes:
+            numbers[f"{name}_codebook"] = self.codebook
+        if self.block > 1:
+            numbers[f"{name}_shift"] = self.block.bit_length() - 1
+        return numbers
+
+    def _of_slots(self, name: str, numbers: Tensor) -> Tensor:
+        if numbers.dim() < 3:
             raise InputError(
-                f"codes of {name} must be pages or packed rows, not {rows.dim() + 1}-d"
+                f"codes of {name} must be pages or packed rows, not {self.codes.dim()}-d"
             )
+        shape = numbers.shape[-2:]
         try:
-            return (
-                rows.view(-1, rows.shape[-1]) if rows.numel() else rows.reshape(0, rows.shape[-1])
-            )
+            return numbers.view(-1, *shape) if numbers.numel() else numbers.reshape(0, *shape)
         except RuntimeError:
             raise InputError(
-                f"scales of {name} have strides {list(rows.stride())}: slots must follow each "
+                f"scales of {name} have strides {list(numbers.stride())}: slots must follow each "
                 "other at one stride, over pages too; store them as [num_pages, page_size, "
                 "num_kv_heads]"
             ) from None
+
+
+def _check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        has = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        known = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise InputError(f"{name} must be a tensor of {known}; got {has}")
+
+
+def _broadcasts(shape: Sequence[int], wanted: Sequence[int] | None) -> bool:
+    if wanted is None or len(shape) > len(wanted):
+        return False
+    sizes = zip(reversed(shape), reversed(wanted), strict=False)
+    return all(have in (1, want) for have, want in sizes)
+
+
+def _values(codes: Tensor, book: Tensor | None) -> Tensor:
+    """The values of codes, fp32: pairs become two channels each."""
+    if codes.dtype is not CODES4:
+        return codes.float()
+    indices = unpacked(codes)
+    return indices.float() - 8.0 if book is None else book[indices.long()]
 
 
 Codes = Tensor | Stored
@@ -217,121 +547,3 @@ def read_formats(kv_format: object) -> Formats:
             f"values that are not quantised; got {kv_format!r:.80}"
         )
     return pair
-
-
-class KeyScale(Variant):
-    """``k * k_scale[slot, kv_h]``, for keys in pages or packed."""
-
-    k_scale: Tensor = tensor("num_k_slots", "num_kv_heads")
-
-    def key_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
-        """The formula of the class."""
-        return row * self.k_scale[kv_slot(b, kv_idx), kv_h]
-
-
-class ValueScale(Variant):
-    """``v * v_scale[slot, kv_h]``, for values in pages or packed."""
-
-    v_scale: Tensor = tensor("num_v_slots", "num_kv_heads")
-
-    def value_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
-        """The formula of the class."""
-        return row * self.v_scale[kv_slot(b, kv_idx), kv_h]
-
-
-class DenseKeyScale(Variant):
-    """``k * k_scale[b, kv_h, kv_idx]``, for dense keys."""
-
-    k_scale: Tensor = tensor("batch", "num_kv_heads", "kv_len")
-
-    def key_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
-        """The formula of the class."""
-        return row * self.k_scale[b, kv_h, kv_idx]
-
-
-class DenseValueScale(Variant):
-    """``v * v_scale[b, kv_h, kv_idx]``, for dense values."""
-
-    v_scale: Tensor = tensor("batch", "num_kv_heads", "kv_len")
-
-    def value_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
-        """The formula of the class."""
-        return row * self.v_scale[b, kv_h, kv_idx]
-
-
-class KeyCode(Variant):
-    """``k / k_scale[slot, kv_h]``, for keys on their way into pages; 0 where the scale is 0."""
-
-    k_scale: Tensor = tensor("num_k_slots", "num_kv_heads")
-
-    def key_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
-        """The formula of the class."""
-        scale = self.k_scale[kv_slot(b, kv_idx), kv_h]
-        return torch.where(scale == 0, 0.0, row / scale)
-
-
-class ValueCode(Variant):
-    """``v / v_scale[slot, kv_h]``, for values on their way into pages; 0 where the scale is 0."""
-
-    v_scale: Tensor = tensor("num_v_slots", "num_kv_heads")
-
-    def value_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
-        """The formula of the class."""
-        scale = self.v_scale[kv_slot(b, kv_idx), kv_h]
-        return torch.where(scale == 0, 0.0, row / scale)
-
-
-_SLOTS: tuple[type[Variant], type[Variant]] = (KeyScale, ValueScale)
-_DENSE: tuple[type[Variant], type[Variant]] = (DenseKeyScale, DenseValueScale)
-
-
-def scaled(variant: Variant, keys: bool, values: bool, dense: bool = False) -> Variant:
-    """`variant` over quantised keys and values: its hooks see scaled rows."""
-    for chosen, scale in zip((values, keys), reversed(_DENSE if dense else _SLOTS), strict=True):
-        variant = scale() & variant if chosen else variant
-    return variant
-
-
-def codes_of(name: str, x: object, own: Format | None, params: dict[str, object]) -> Tensor:
-    """The codes of k or v, whose scales are added to params; other tensors as they are.
-
-    own: what the object that runs was made with. Raises InputError.
-    """
-    if own is None and isinstance(x, Stored):
-        raise InputError(f"{name} is an fa.kv.Stored, but no kv_format was given for {name}")
-    if own is not None and not isinstance(x, Stored):
-        raise InputError(f"{name} must be an fa.kv.Stored of {own}, got {type(x).__name__}")
-    if own is None or not isinstance(x, Stored):
-        return x  # type: ignore[return-value]  # what it is, the call checks
-    if x.codes.dtype != own.dtype:
-        raise InputError(f"{name} has codes of {x.codes.dtype}, but its format is {own}")
-    put_scale(name, x, params)
-    return x.codes
-
-
-def put_scale(name: str, x: Stored, params: dict[str, object], dense: bool = False) -> None:
-    """Adds the scales of k or v to params. Raises InputError."""
-    if f"{name}_scale" in params:
-        raise InputError(f"{name}_scale is given, but {name} is an fa.kv.Stored, which has scales")
-    params[f"{name}_scale"] = x.of_rows() if dense else x.of_slots(name)
-
-
-def unwrap(
-    k: Codes, v: Codes, variant: Variant, params: dict[str, object], dense: bool
-) -> tuple[Tensor, Tensor, Variant]:
-    """A call on `Stored` keys or values as one on codes: its k, v and variant. Scales are added to
-    params. Raises InputError."""
-    variant = scaled(variant, isinstance(k, Stored), isinstance(v, Stored), dense)
-    codes = []
-    for name, x in (("k", k), ("v", v)):
-        if isinstance(x, Stored):
-            put_scale(name, x, params, dense)
-        codes.append(x.codes if isinstance(x, Stored) else x)
-    return codes[0], codes[1], variant
-
-
-def divided(variant: Variant, keys: bool, values: bool) -> Variant:
-    """`variant` on new rows, then divided by scales that are given."""
-    for chosen, code in ((keys, KeyCode), (values, ValueCode)):
-        variant = variant & code() if chosen else variant
-    return variant

@@ -26,7 +26,7 @@ LAYERS = (
     ("variants.lower", "variants.trace"),
     ("variants.binding",),
     ("variants",),  # variant, reference, compose
-    ("variants.library", "formats"),
+    ("variants.library", "formats", "stored_hooks"),
     ("codegen",),
     ("planner",),
     ("jit.cache",),

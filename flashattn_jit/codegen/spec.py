@@ -55,7 +55,7 @@ class StorageDtype:
     """
 
     name: str
-    bytes: int
+    bytes: float
     cpp: str
     short: str = ""
 
@@ -67,6 +67,7 @@ STORAGE = (
     StorageDtype("int8", 1, "int8_t"),
     StorageDtype("float8_e4m3fn", 1, "e4m3_t", "fp8"),
     StorageDtype("float8_e5m2", 1, "e5m2_t", "e5m2"),
+    StorageDtype("bits4x2", 0.5, "int4x2_t", "int4"),  # two values an element
 )
 
 DTYPE_BYTES = {dtype.name: dtype.bytes for dtype in STORAGE}
@@ -75,7 +76,7 @@ DTYPE_BYTES = {dtype.name: dtype.bytes for dtype in STORAGE}
 CPP_TYPES = {dtype.name: dtype.cpp for dtype in STORAGE}
 """The types of these dtypes in the headers of CPU kernels."""
 
-CODE_DTYPES = tuple(dtype.name for dtype in STORAGE if dtype.bytes == 1)
+CODE_DTYPES = tuple(dtype.name for dtype in STORAGE if dtype.bytes <= 1)
 """Dtypes of quantised keys and values."""
 
 KV_DTYPES = tuple(DTYPE_BYTES)

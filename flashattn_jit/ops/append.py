@@ -14,19 +14,20 @@ from numpy.typing import NDArray
 from .. import _C
 from ..codegen.spec import MAX_HEAD_DIM, on_cpu, utility_target
 from ..errors import InputError, ParamError
-from ..formats import Codes, Stored, divided, put_scale
+from ..formats import Codes, Decoding, Stored
 from ..planner.reachable import CHANGED, appends_dtypes
+from ..stored_hooks import encoded, put_numbers
 from ..torch_modes import is_direct, is_quiet_and_plain, on_host
 from ..variants.binding import bind
 from ..variants.compose import present_hooks, shared_hooks
-from ..variants.ir.dtypes import DTYPE_NAMES
+from ..variants.ir.dtypes import KV_NAMES
 from ..variants.variant import FULL, Variant
 from .arguments import checks
 from .arguments.calls import host_array
 from .arguments.new_rows import check_memory, check_new_rows, is_expanded, used_strides
 from .keys.paged import Paged
 from .keys.storage import check_pages, read_indices, read_storage
-from .launching.appends import Changes, Places, copy_rows
+from .launching.appends import BesideCodes, Changes, Places, copy_rows
 from .torch_ops import as_op
 
 _Step = tuple[int, int, int, int, int, int]
@@ -264,7 +265,7 @@ class AppendPlan:
             bound = bind(steps.variant, steps.changes.dims, params)
             checks.check_grad(bound.tensors)
             if self.num_tokens and k.shape[1]:
-                steps.changes.run(given, bound)
+                steps.changes.run(given, _NOTHING, bound)
             return
         if not self.num_tokens:
             return
@@ -286,27 +287,27 @@ class AppendPlan:
         params: dict[str, object],
     ) -> None:  # fmt: skip
         """`run` into pages of codes."""
-        stored = (k_pages, v_pages)
+        sides = (_written("k_pages", k_pages), _written("v_pages", v_pages))
         rows = (k, v, _codes(k_pages), _codes(v_pages))
-        scales = [x.scales if isinstance(x, Stored) and x.has_own_scales else None for x in stored]
-        quantises = (isinstance(k_pages, Stored), isinstance(v_pages, Stored))
-        form = (quantises, *[
+        kept = [t for side in sides for t in (side.beside.scales, side.beside.zeros)]
+        books = [side.beside.codebook for side in sides]
+        form = (sides[0].form, sides[1].form, *[
             None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg())
-            for t in (*rows, *scales)
+            for t in (*rows, *kept, *books)
         ])  # fmt: skip
         steps = self._forms.get(form)
         if steps is None:
-            steps = self._forms[form] = self._check(*rows, *scales, quantises=quantises)
-        checks.check_grad([*rows, *(t for t in scales if t is not None)])
-        check_memory(*rows, *scales)
-        for name, x, own in zip("kv", stored, scales, strict=True):
-            if isinstance(x, Stored) and own is None:
-                put_scale(name, x, params)
+            steps = self._forms[form] = self._check(*rows, sides=sides)
+        checks.check_grad([*rows, *(t for t in (*kept, *books) if t is not None)])
+        check_memory(*rows, *(t for t in kept if t is not None))
+        for name, x, side in zip("kv", (k_pages, v_pages), sides, strict=True):
+            if isinstance(x, Stored) and side.given:
+                put_numbers(name, x, params, decodes=False)
         assert steps.changes is not None
         bound = bind(steps.variant, steps.changes.dims, params)
         checks.check_grad(bound.tensors)
         if self.num_tokens and k.shape[1]:
-            steps.changes.run((*rows, *scales), bound)
+            steps.changes.run(rows, [side.beside for side in sides], bound)
 
     def _check(
         self,
@@ -314,17 +315,21 @@ class AppendPlan:
         v: torch.Tensor,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
-        *scales: torch.Tensor | None,
-        quantises: tuple[bool, bool] = (False, False),
+        *,
+        sides: tuple[_Side, _Side] | None = None,
     ) -> _Steps:
         """What does not depend on addresses; returns the steps of the copies.
 
-        scales: those that an append into pages of codes stores, for k and for v. quantises: whether
-        rows of k and of v become codes.
+        sides: of pages of codes, of which at least one has them.
         """
-        rows = (("k", k, k_pages), ("v", v, v_pages))
-        for (name, new, cache), codes in zip(rows, quantises, strict=True):
-            check_new_rows(name, new, cache, codes)
+        k_side, v_side = (_Side(), _Side()) if sides is None else sides
+        for name, new, cache, side in (("k", k, k_pages, k_side), ("v", v, v_pages, v_side)):
+            check_new_rows(name, new, cache, side.decoding is not None)
+            for what, own in (("scales", side.beside.scales), ("zeros", side.beside.zeros)):
+                if own is not None and is_expanded(own):
+                    raise InputError(
+                        f"{what} of {name}_pages are an expanded tensor: rows share them"
+                    )
         if k.shape[:2] != v.shape[:2]:
             raise InputError(
                 f"v has num_tokens={v.shape[0]} and num_kv_heads={v.shape[1]}, but k has "
@@ -359,19 +364,16 @@ class AppendPlan:
                 f"q_indptr must run from 0 to the number of tokens ({k.shape[0]}), it ends at "
                 f"{self.num_tokens}"
             )
-        for name, own in zip("kv", scales, strict=False):
-            if own is not None and is_expanded(own):
-                raise InputError(f"scales of {name}_pages are an expanded tensor: rows share them")
         changes, variant = None, self._transform or FULL
-        if self._transform is not None or scales:
+        if self._transform is not None or sides is not None:
             self._check_changed(k, v, k_pages, v_pages)
-            if scales:  # those that the append does not store are given, and rows divided by them
-                given_k, given_v = (
-                    q and own is None for q, own in zip(quantises, scales, strict=True)
-                )
-                variant = divided(variant, given_k, given_v)
-            given = (k, v, k_pages, v_pages, *scales)
-            changes = Changes(self._places, given, self._target, variant.name)
+            variant = encoded(
+                variant, (k_side.decoding, v_side.decoding), (k_side.given, v_side.given)
+            )
+            changes = Changes(
+                self._places, (k, v, k_pages, v_pages), (k_side.beside, v_side.beside),
+                self._target, variant.name,
+            )  # fmt: skip
         return _Steps(_steps(k, k_pages), _steps(v, v_pages), variant, changes)
 
     def _check_changed(
@@ -379,7 +381,7 @@ class AppendPlan:
     ) -> None:
         """Raises InputError for rows that no transform can change, and no codes can hold."""
         dtypes, stored = (
-            [DTYPE_NAMES.get(t.dtype, str(t.dtype)) for t in pair]
+            [KV_NAMES.get(t.dtype, str(t.dtype)) for t in pair]
             for pair in ((k, v), (k_pages, v_pages))
         )
         if not appends_dtypes(self._target, dtypes, stored):
@@ -433,6 +435,40 @@ class _Steps(NamedTuple):
     changes: Changes | None
 
 
+class _Side(NamedTuple):
+    """Pages of codes of k or of v; without a decoding they have values as they are.
+
+    given: whether rows are at scales that the pages have already.
+    """
+
+    decoding: Decoding | None = None
+    group: int | None = None
+    given: bool = False
+    beside: BesideCodes = BesideCodes()
+
+    @property
+    def form(self) -> object:
+        """All but the tensors."""
+        return self.decoding, self.group, self.given
+
+
+_NOTHING = (BesideCodes(), BesideCodes())
+
+
+def _written(name: str, pages: Codes) -> _Side:
+    """What is written to pages beside codes."""
+    if not isinstance(pages, Stored):
+        return _Side()
+    given, has_zeros = not pages.has_own_scales, pages.zeros is not None
+    numbers = [None if t is None or given else t for t in (pages.scales, pages.zeros)]
+    if pages.group is None:
+        numbers = [None if t is None else t.unsqueeze(-1) for t in numbers]
+    if not given and pages.codes.dim() != 4:
+        raise InputError(f"{name} must be pages, [num_pages, page_size, num_kv_heads, ...]")
+    beside = BesideCodes(numbers[0], numbers[1], has_zeros, pages.codebook)
+    return _Side(pages.decoding, pages.group, given, beside)
+
+
 @on_host
 def run_append(
     k: torch.Tensor,
@@ -457,9 +493,12 @@ def _codes(pages: Codes) -> torch.Tensor:
 def _tensors_of(
     k: torch.Tensor, v: torch.Tensor, k_pages: Codes, v_pages: Codes
 ) -> list[torch.Tensor]:
-    """k, v, pages or their codes, then the scales of codes."""
-    scales = [x.scales for x in (k_pages, v_pages) if isinstance(x, Stored)]
-    return [k, v, _codes(k_pages), _codes(v_pages), *scales]
+    """k, v, pages or their codes, then what codes have beside them."""
+    found = [k, v, _codes(k_pages), _codes(v_pages)]
+    for x in (k_pages, v_pages):
+        if isinstance(x, Stored):
+            found += [t for t in (x.scales, x.zeros, x.codebook) if t is not None]
+    return found
 
 
 def _tensors(params: Mapping[str, object]) -> list[torch.Tensor]:

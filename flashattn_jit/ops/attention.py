@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..formats import Stored, unwrap
+from ..formats import Stored
+from ..stored_hooks import unwrap
 from ..torch_modes import is_direct, is_plain
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
@@ -83,7 +84,7 @@ def attention(
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
     if isinstance(k, Stored) or isinstance(v, Stored):
-        k, v, variant = unwrap(k, v, as_variant(variant), params, dense=True)
+        k, v, variant = unwrap(k, v, as_variant(variant), params, True, partial)
     given = (q, k, v) if out is None else (q, k, v, out)
     if lse is not None:
         given = (*given, lse)

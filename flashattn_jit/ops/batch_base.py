@@ -14,11 +14,12 @@ import torch
 from .. import _C
 from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, target_on_device
 from ..errors import InputError
-from ..formats import KvFormat, Stored, codes_of, read_formats, scaled
+from ..formats import KvFormat, Stored, read_formats
+from ..stored_hooks import check_partial, codes_of, decoded, decodings
 from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks
-from ..variants.ir.dtypes import DTYPE_NAMES
+from ..variants.ir.dtypes import KV_NAMES
 from ..variants.ir.ir import unscaled_integers
 from ..variants.params import Dims
 from ..variants.variant import Variant, as_variant, is_pointwise
@@ -84,16 +85,13 @@ class BatchBase:
         if kv_dtype is not None and None not in self._formats:
             raise InputError("kv_format says the dtypes of codes; give no kv_dtype beside it")
         self._given = as_variant(variant)
-        self._variant = scaled(self._given, *(f is not None for f in self._formats))
-        self.pointwise = is_pointwise(self._variant)  # then runs have no lse
-        self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
         own = checks.check_device(device)
         self._kv_dtype = kv_dtype
         kv_dtype = q_dtype if kv_dtype is None else kv_dtype
         for name, dtype, allowed in (
             ("q_dtype", q_dtype, Q_DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES),
         ):  # fmt: skip
-            if not isinstance(dtype, torch.dtype) or DTYPE_NAMES.get(dtype) not in allowed:
+            if not isinstance(dtype, torch.dtype) or KV_NAMES.get(dtype) not in allowed:
                 names = ", ".join(allowed)
                 raise InputError(
                     f"{name}={checks.shown(dtype)} is not supported; supported: {names}"
@@ -105,6 +103,10 @@ class BatchBase:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         head_dim_v = checks.check_int("head_dim_v", head_dim_v, -_MOST, _MOST)
         checks.check_head_dims(head_dim, head_dim, head_dim_v)
+        self._decodings = decodings(self._formats, head_dim, head_dim_v)
+        self._variant = decoded(self._given, self._decodings)
+        self.pointwise = is_pointwise(self._variant)  # then runs have no lse
+        self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
         if limits is not None and not isinstance(limits, Limits):
             raise InputError(f"limits must be an fa.Limits, got {type(limits).__name__}")
         if cuda_graph and limits is None:
@@ -205,17 +207,19 @@ class BatchBase:
         Example:
             >>> out = batch.run(q, k_pages, v_pages)
         """
-        k, v = self._codes(k, v, params)
+        k, v = self._codes(k, v, partial, params)
         return self._run(q, k, v, (), params, scale, return_lse, partial, out, lse)
 
     def _codes(
-        self, k: torch.Tensor | Stored, v: torch.Tensor | Stored, params: dict[str, object]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, k: torch.Tensor | Stored, v: torch.Tensor | Stored, partial: bool,
+        params: dict[str, object],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """k and v as tensors: codes, whose scales are added to params. Raises InputError."""
         plain = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
         if plain and self._formats == (None, None):
             return k, v  # type: ignore[return-value]
         own_k, own_v = self._formats
+        check_partial(self._decodings[1], self._given, partial)
         return codes_of("k", k, own_k, params), codes_of("v", v, own_v, params)
 
     def _run(

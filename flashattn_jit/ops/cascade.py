@@ -152,7 +152,7 @@ class CascadeAttention(BatchBase):
                     "levels with keys and values of their own cannot be quantised; put all keys "
                     "into one k and v"
                 )
-        k, v = self._codes(k, v, params)
+        k, v = self._codes(k, v, partial, params)
         return self._run(q, k, v, more, params, scale, return_lse, partial, out, lse)
 
     def _check_variant(self, batch: Batch, bound: Bound) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError
+from ..variants.ir.dtypes import row_dim
 from ..variants.variant import as_variant
 from . import merge
 from .arguments.calls import filled, in_order_of, result_dtype
@@ -126,7 +127,8 @@ def _dense_shapes(q: Tensor, k: Tensor, v: Tensor, flags: Sequence[bool]) -> Res
     is_partial, with_lse = flags
     if q.dim() != 4 or v.dim() != 4:
         return _plain(q, v), _rows(q, True)
-    shape, strides = (*q.shape[:3], v.shape[3]), in_order_of(q.shape, q.stride(), v.shape[3])
+    dim = row_dim(v)
+    shape, strides = (*q.shape[:3], dim), in_order_of(q.shape, q.stride(), dim)
     out = q.new_empty_strided(shape, strides, dtype=result_dtype(q.dtype, is_partial))
     return out, _rows(q, with_lse)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..errors import InputError
-from ..formats import Stored, unwrap
+from ..formats import Stored
+from ..stored_hooks import unwrap
 from ..torch_modes import is_direct, is_plain, outside_modes
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
@@ -63,7 +64,7 @@ def varlen_attention(
         >>> out = fa.varlen_attention(q, k, v, q_indptr, kv_indptr, fa.Causal())
     """
     if isinstance(k, Stored) or isinstance(v, Stored):
-        k, v, variant = unwrap(k, v, as_variant(variant), params, dense=False)
+        k, v, variant = unwrap(k, v, as_variant(variant), params, False, partial)
     given = (q, k, v) if out is None else (q, k, v, out)
     if lse is not None:
         given = (*given, lse)

@@ -20,6 +20,7 @@ from flashattn_jit.errors import InputError, VariantError
 from flashattn_jit.torch_modes import need_values
 from flashattn_jit.variants.builtins import CONTEXT
 from flashattn_jit.variants.functions import tanh_approx
+from flashattn_jit.variants.ir.dtypes import CODES4, unpacked
 from flashattn_jit.variants.ir.ir import unscaled_integers
 from flashattn_jit.variants.params import PARTS, Dims, parts_of, resolve
 from flashattn_jit.variants.variant import CppHook, Variant, as_variant
@@ -72,6 +73,7 @@ def attention_reference(
     Raises:
         InputError: keys or values are int8 and no hook of the variant scales them.
     """
+    k, v = (_rows_of(x, 1) for x in (k, v))
     need_values("q, k or v", "the reference computes them", (q, k, v))
     batch, num_q_heads, q_rows, _ = q.shape
     _, num_kv_heads, kv_rows, _ = k.shape
@@ -115,6 +117,7 @@ def varlen_reference(
     q_indptr, kv_indptr: [B + 1], first row of each request and the end. The rest is as for
     `attention_reference`; out is [Nq, Hq, Dv], lse [Nq, Hq].
     """
+    k, v = (_rows_of(x, -2) for x in (k, v))
     need_values("q, k or v", "the reference computes them", (q, k, v))
     q_starts, kv_starts = q_indptr.long().cpu(), kv_indptr.long().cpu()
     q_lens, kv_lens = q_starts.diff(), kv_starts.diff()
@@ -377,6 +380,14 @@ def _readable(x: Any) -> Any:
     return x.float() if small else x
 
 
+def _rows_of(x: Any, heads_dim: int) -> Tensor:
+    """Keys or values as a tensor: of an `fa.kv.Stored` the values, of 4 bits the integers."""
+    if hasattr(x, "dequantize") and not isinstance(x, Tensor):
+        found: Tensor = x.dequantize(heads_dim=heads_dim)
+        return found
+    return unpacked(x).to(torch.int8) - 8 if x.dtype is CODES4 else x
+
+
 class HookFunctions(TorchFunctionMode):
     """torch's functions as hooks mean them, with `Errors` put into approximations.
 
@@ -393,7 +404,7 @@ class HookFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.__getitem__:
             items = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(i, Tensor) and not i.is_floating_point() and i.dim() == 0
+            if any(isinstance(i, Tensor) and not i.is_floating_point() and i.dim() <= 1
                    and i.dtype != torch.bool for i in items):  # fmt: skip
                 return _gather(args[0], items)
         if func is tanh_approx:

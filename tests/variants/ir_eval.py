@@ -80,6 +80,9 @@ def _evaluate(
         return torch.arange(node.int_attr("length"), dtype=dtype)
     if op == "gather":
         return gather(tensors[node.int_attr("slot")], args).to(dtype)
+    if op == "lookup":
+        *at, last = args
+        return gather(tensors[node.int_attr("slot")], [*(i[..., None] for i in at), last]).to(dtype)
     if op == "searchsorted":
         table = tensors[node.int_attr("slot")]
         return torch.searchsorted(table, args[0].to(table.dtype), right=bool(node.attr("right")))

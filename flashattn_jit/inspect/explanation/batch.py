@@ -11,7 +11,7 @@ from ...env import format_bytes
 from ...ops.launching.batch_run import Planned
 from ...ops.planning.batch_plan import KINDS, Kernel, Variation
 from ...planner.tiles import Problem, candidates
-from ...variants.ir.dtypes import DTYPE_NAMES
+from ...variants.ir.dtypes import KV_NAMES
 from ..table import si, table
 from .tiles import OPAQUE_MASK
 
@@ -78,7 +78,7 @@ def _head(planned: Planned) -> str:
     o = batch.options
     text = (
         f"plan of {batch.name} on {o.target}: {o.num_q_heads} query heads over "
-        f"{o.num_kv_heads} kv heads, head_dim {o.head_dim}, {DTYPE_NAMES[o.q_dtype]}"
+        f"{o.num_kv_heads} kv heads, head_dim {o.head_dim}, {KV_NAMES[o.q_dtype]}"
     )
     return "\n  ".join([text, *parts])
 
@@ -180,7 +180,7 @@ def _problem(planned: Variation, launch: LaunchWork) -> Problem:
     q_len, kv_len = lengths.q_len, lengths.kv_len
     # The longest request decides the tile kind.
     longest = max(members, key=q_len.__getitem__)
-    names = DTYPE_NAMES[o.q_dtype], DTYPE_NAMES[o.k_dtype], DTYPE_NAMES[o.v_dtype]
+    names = KV_NAMES[o.q_dtype], KV_NAMES[o.k_dtype], KV_NAMES[o.v_dtype]
     return Problem(
         (q_len[longest],), (kv_len[longest],), o.num_q_heads, o.num_kv_heads, o.head_dim,
         o.head_dim_v, *names,

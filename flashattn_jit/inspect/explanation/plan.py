@@ -12,7 +12,7 @@ from ...ops.launching.launches import plan_call
 from ...ops.planning.batch_plan import Options
 from ...planner.tiles import Problem
 from ...variants.interval.tile_runs import MaskParams
-from ...variants.ir.dtypes import DTYPE_NAMES
+from ...variants.ir.dtypes import KV_NAMES
 from ...variants.params import Dims
 from ...variants.variant import Bound
 
@@ -30,7 +30,7 @@ class Layout:
         d = self.dims
         return Problem(
             (d.q_len,) * d.batch, tuple(self.lengths.kv_len), d.num_q_heads, d.num_kv_heads,
-            d.head_dim, d.head_dim_v, *(DTYPE_NAMES[dtype] for dtype in self.dtypes),
+            d.head_dim, d.head_dim_v, *(KV_NAMES[dtype] for dtype in self.dtypes),
         )  # fmt: skip
 
     def mask_params(self, bound: Bound) -> MaskParams:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from ...codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ...errors import GradError, InputError
 from ...torch_modes import GRAD_MESSAGE, PLAIN, need_values, refuse_transforms, unreadable
-from ...variants.ir.dtypes import DTYPE_NAMES
+from ...variants.ir.dtypes import KV_NAMES, row_dim
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 INT32_MAX = 2**31 - 1
@@ -50,7 +50,7 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
                 f"{name} must be {layout}, got {tensor.dim()} dims: {tuple(tensor.shape)}"
             )
         allowed = Q_DTYPES if name == "q" else KV_DTYPES
-        if DTYPE_NAMES.get(tensor.dtype) not in allowed:
+        if KV_NAMES.get(tensor.dtype) not in allowed:
             names = ", ".join(allowed)
             raise InputError(
                 f"{name} has dtype {tensor.dtype}; supported: {names}. Convert it first"
@@ -187,9 +187,9 @@ def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         ("[batch, num_q_heads, q_len, head_dim]", "[batch, num_kv_heads, kv_len, head_dim]",
          "[batch, num_kv_heads, kv_len, head_dim_v]"),
     )  # fmt: skip
-    batch, num_q_heads, q_len, head_dim = q.shape
-    kv_batch, num_kv_heads, kv_len, k_dim = k.shape
-    v_batch, v_heads, v_len, head_dim_v = v.shape
+    batch, num_q_heads, q_len, _ = q.shape
+    kv_batch, num_kv_heads, kv_len, _ = k.shape
+    v_batch, v_heads, v_len, _ = v.shape
     if kv_batch != batch:
         raise InputError(
             f"k has batch={kv_batch}, but q has batch={batch}; "
@@ -200,7 +200,7 @@ def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     check_heads(num_q_heads, num_kv_heads, v_heads)
     if kv_len != v_len:
         raise InputError(f"v has kv_len={v_len}, but k has kv_len={kv_len}")
-    check_head_dims(head_dim, k_dim, head_dim_v)
+    check_head_dims(row_dim(q), row_dim(k), row_dim(v))
     group = num_q_heads // num_kv_heads
     if max(q_len * group, kv_len, batch * q_len, batch * kv_len) > INT32_MAX:
         raise InputError(
@@ -213,7 +213,7 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Checks q [Nq, Hq, D], k [Nk, Hkv, D] and v [Nk, Hkv, Dv]. Raises InputError."""
     check_tensors(q, k, v, PACKED)
     check_heads(q.shape[1], k.shape[1], v.shape[1])
-    check_head_dims(q.shape[2], k.shape[2], v.shape[2])
+    check_head_dims(row_dim(q), row_dim(k), row_dim(v))
     if k.shape[0] != v.shape[0]:
         raise InputError(f"v has num_kv_tokens={v.shape[0]}, but k has num_kv_tokens={k.shape[0]}")
 
@@ -222,7 +222,7 @@ def check_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Checks q [Nq, Hq, D], k and v [pages, page_size, Hkv, D or Dv]. Raises InputError."""
     check_tensors(q, k, v, PAGED)
     check_heads(q.shape[1], k.shape[2], v.shape[2])
-    check_head_dims(q.shape[2], k.shape[3], v.shape[3])
+    check_head_dims(row_dim(q), row_dim(k), row_dim(v))
     for dim, what in enumerate(("num_pages", "page_size")):
         if k.shape[dim] != v.shape[dim]:
             raise InputError(f"v has {what}={v.shape[dim]}, but k has {what}={k.shape[dim]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import InputError
+from ...variants.ir.dtypes import row_dim
 from . import checks
 
 
@@ -31,10 +32,10 @@ def check_new_rows(name: str, new: torch.Tensor, cache: torch.Tensor, codes: boo
         raise InputError(
             f"{name} has dtype {new.dtype}, but {name}_pages {cache.dtype}; convert it first"
         )
-    if new.shape[1:] != cache.shape[2:]:
+    if (new.shape[1], new.shape[2]) != (cache.shape[2], row_dim(cache)):
         raise InputError(
             f"{name} has num_kv_heads={new.shape[1]} and rows of {new.shape[2]}, but {name}_pages "
-            f"has {cache.shape[2]} and {cache.shape[3]}"
+            f"has {cache.shape[2]} and {row_dim(cache)}"
         )
     if is_expanded(cache):
         raise InputError(f"{name}_pages is an expanded tensor: several entries share one address")
@@ -50,13 +51,17 @@ def check_memory(
     v: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    *beside: torch.Tensor,
 ) -> None:
-    """Raises InputError where rows would be read from or written to the memory of others."""
-    both = k_scales is not None and v_scales is not None and k_scales.numel()
-    if both and k_scales.data_ptr() == v_scales.data_ptr():  # type: ignore[union-attr]
-        raise InputError("scales of k and v start at the same entry: they would be overwritten")
+    """Raises InputError where rows would be read from or written to the memory of others.
+
+    beside: scales and zero points of k and v.
+    """
+    starts = {t.data_ptr() for t in beside if t.numel()}
+    if len(starts) < sum(bool(t.numel()) for t in beside):
+        raise InputError(
+            "scales and zeros of k and v start at the same entry: they would be overwritten"
+        )
     if k_pages.numel() and k_pages.data_ptr() == v_pages.data_ptr():
         raise InputError("k_pages and v_pages start at the same entry: keys would be overwritten")
     caches = [

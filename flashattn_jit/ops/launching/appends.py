@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from ...codegen.spec import APPEND_TOKENS, CODE_DTYPES, UtilitySpec, append_kern
 from ...codegen.targets import compiled_target
 from ...errors import InputError
 from ...variants.binding import Bound, Structure
-from ...variants.ir.dtypes import DTYPE_NAMES
+from ...variants.ir.dtypes import KV_NAMES
 from ...variants.ir.ir import reads_builtin
 from ...variants.params import Dims
 from ..arguments.calls import Layouts, bind_tensors
@@ -60,25 +61,69 @@ def copy_rows(places: Places, given: Sequence[torch.Tensor], target: str) -> Non
     run_utility(signature, target, given[0].device, work, _launch_tensors(places, views))
 
 
+_NUMBER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class BesideCodes(NamedTuple):
+    """What an append into pages of codes writes beside them, or must know of them.
+
+    scales, zeros: [num_pages, page_size, num_kv_heads, groups of channels], written; None where
+    rows come at given scales. has_zeros: whether codes are not symmetric. codebook: fp32 [16].
+    """
+
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+    has_zeros: bool = False
+    codebook: torch.Tensor | None = None
+
+    def layouts(self) -> tuple[_Layout, _Layout, _Layout]:
+        """`Quantizer` of fajit/cpu/vector/quantize.h: sizes, and strides in bytes, of each."""
+        book = 0 if self.codebook is None else 16
+        dtype = 1 if self.has_zeros else 0
+        return _number_layout(self.scales, 0), _number_layout(self.zeros, dtype), ((book,), (4,))
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where they are; 0 for what does not exist."""
+        own = (self.scales, self.zeros, self.codebook)
+        return tuple(0 if t is None else t.data_ptr() for t in own)
+
+
+def _number_layout(numbers: torch.Tensor | None, dtype: int) -> _Layout:
+    """dtype: the last stride where there are no numbers to write."""
+    if numbers is None:
+        return (0, 0, 0, 0, 0), (0, 0, 0, 0, dtype)
+    # Dims of one entry may have any stride.
+    steps = (
+        s * numbers.itemsize if n > 1 else 0
+        for n, s in zip(numbers.shape, numbers.stride(), strict=True)
+    )
+    return (*numbers.shape, 1), (*steps, 1 + _NUMBER_DTYPES.index(numbers.dtype))
+
+
 class Changes:
     """Appends of rows that the hooks of a variant change, on tensors of one form, on any target.
 
-    given: k, v, k_pages and v_pages, on CPUs also the scales of both, None where the append stores
-    none. target, name: of the kernels; name: the variant's.
+    given: k, v, k_pages and v_pages. codes: what k_pages and v_pages have beside their codes.
+    target: of the kernels; name: the variant's.
     """
 
     def __init__(
-        self, places: Places, given: Sequence[torch.Tensor | None], target: str, name: str
+        self,
+        places: Places,
+        given: Sequence[torch.Tensor],
+        codes: tuple[BesideCodes, BesideCodes],
+        target: str,
+        name: str,
     ) -> None:
-        k, v, k_pages, v_pages, *scales = given
-        assert k is not None and v is not None and k_pages is not None and v_pages is not None
+        k, v, k_pages, v_pages = given
         self._places, self._target, self._name = places, target, name
         self._head_dims = (k.shape[2], v.shape[2])
-        self._dtypes = DTYPE_NAMES[k_pages.dtype], DTYPE_NAMES[v_pages.dtype]
-        self._new_dtype = DTYPE_NAMES[k.dtype] if {*self._dtypes} & {*CODE_DTYPES} else ""
+        self._dtypes = KV_NAMES[k_pages.dtype], KV_NAMES[v_pages.dtype]
+        self._new_dtype = KV_NAMES[k.dtype] if {*self._dtypes} & {*CODE_DTYPES} else ""
         self._shapes = layouts([as_bytes(t) for t in (k, v, k_pages, v_pages)])
         if on_cpu(target):
-            self._shapes += tuple(map(_scale_layout, scales or (None, None)))
+            self._shapes += tuple(layout for side in codes for layout in side.layouts())
         self._heads, self._num_pages = k.shape[1], k_pages.shape[0]
         lengths = places.lengths
         self.dims = Dims(
@@ -87,8 +132,10 @@ class Changes:
         )  # fmt: skip
         self._planned: dict[tuple[object, ...], Planned] = {}
 
-    def run(self, given: Sequence[torch.Tensor | None], bound: Bound) -> None:
-        """Write k and v, changed, into k_pages and v_pages, which are `given` as at the start.
+    def run(
+        self, given: Sequence[torch.Tensor], codes: Sequence[BesideCodes], bound: Bound
+    ) -> None:
+        """Write k and v, changed, into k_pages and v_pages; `given` and `codes` as at the start.
 
         bound: the variant, bound to `dims`. Raises CompileError, LaunchError, InputError for a
         variant with more params than a kernel takes, or that reads `fa.q_row` where positions are
@@ -102,17 +149,18 @@ class Changes:
         call, block = found
         scalars = tuple(bound.scalars)
         if block is not None:
-            views = [as_bytes(t) for t in given if t is not None]
+            views = [as_bytes(t) for t in given]
             names = known.tensor_names
             launch(
                 block, call, _launch_tensors(self._places, views, held, params, scalars, names), 1.0
             )
             return
-        k, v, k_pages, v_pages, *scales = [0 if t is None else t.data_ptr() for t in given]
+        k, v, k_pages, v_pages = [t.data_ptr() for t in given]
+        beside = [address for side in codes for address in side.addresses()]
         indices = self._places.page_indices.data_ptr()
         call.launch(
             k, k_pages, v_pages, k_pages, 0, 1.0, torch.get_num_threads(),
-            (*params, k, v, k_pages, v_pages, *(scales or (0, 0))), scalars, 0, 0, indices,
+            (*params, k, v, k_pages, v_pages, *beside), scalars, 0, 0, indices,
         )  # fmt: skip
 
     def _plan(self, known: Structure, own: Layouts) -> Planned:
@@ -138,21 +186,6 @@ class Changes:
             *self._places.content,
         )  # fmt: skip
         return planned(signature, self._target, self.dims.device, work)
-
-
-_SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _scale_layout(scales: torch.Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`ScalePages` of fajit/cpu/vector/quantize.h: pages, slots, heads, dtype; strides in bytes."""
-    if scales is None:
-        return (0, 0, 0, 0), (0, 0, 0, 0)
-    # Dims of one entry may have any stride.
-    steps = (
-        s * scales.itemsize if n > 1 else 0
-        for n, s in zip(scales.shape, scales.stride(), strict=True)
-    )
-    return (*scales.shape, 1 + _SCALE_DTYPES.index(scales.dtype)), (*steps, 0)
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ import torch
 from ...errors import InputError
 from ...torch_modes import refuse_capture
 from ...variants.binding import Bound, bind, bind_outside_modes
-from ...variants.ir.dtypes import DTYPE_NAMES
+from ...variants.ir.dtypes import KV_NAMES, row_dim
 from ...variants.variant import Variant
 from ..arguments import checks
 from ..arguments.calls import (
@@ -200,8 +200,8 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
                                 ("v", v, options.v_dtype)):  # fmt: skip
         if tensor.dtype != dtype:
             raise InputError(
-                f"{name} is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, but the batch was made "
-                f"for {'q' if name == 'q' else 'kv'}_dtype={DTYPE_NAMES[dtype]}; convert it with "
+                f"{name} is {KV_NAMES.get(tensor.dtype, tensor.dtype)}, but the batch was made "
+                f"for {'q' if name == 'q' else 'kv'}_dtype={KV_NAMES[dtype]}; convert it with "
                 f"{name}.to({dtype}), or make another batch"
             )
     for name, tensor, dim, what, wanted in (
@@ -212,9 +212,10 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
         ("k", k, -1, "head_dim", options.head_dim),
         ("v", v, -1, "head_dim_v", options.head_dim_v),
     ):
-        if tensor.shape[dim] != wanted:
+        has = row_dim(tensor) if dim == -1 else tensor.shape[dim]
+        if has != wanted:
             raise InputError(
-                f"{name} has {what}={tensor.shape[dim]}, but the batch was made with "
+                f"{name} has {what}={has}, but the batch was made with "
                 f"{what}={wanted}; make another batch for it"
             )
     _check_rows("q", "num_q_tokens", q.shape[0], batch.lengths.num_q_tokens, "q_indptr", options)

@@ -35,7 +35,7 @@ from ...planner.tiles import (
     partial_rows_cost,
 )
 from ...variants.binding import Bound, Structure
-from ...variants.ir.dtypes import DTYPE_NAMES
+from ...variants.ir.dtypes import KV_NAMES
 from ...variants.ir.ir import VariantIR
 from ...variants.params import Dims
 from ..arguments.calls import BlockMaskLayout, Call, bind_tensors
@@ -136,7 +136,7 @@ class Kernels:
     @property
     def few_rows(self) -> int:
         """Most packed rows of a few-row request."""
-        return few_rows(self.options.target, DTYPE_NAMES[self.options.q_dtype])
+        return few_rows(self.options.target, KV_NAMES[self.options.q_dtype])
 
     def needs(
         self,
@@ -207,7 +207,7 @@ class Kernels:
     ) -> KernelSpec:
         """The first choice for a number of packed rows."""
         o = self.options
-        dtypes = DTYPE_NAMES[o.q_dtype], DTYPE_NAMES[o.k_dtype], DTYPE_NAMES[o.v_dtype]
+        dtypes = KV_NAMES[o.q_dtype], KV_NAMES[o.k_dtype], KV_NAMES[o.v_dtype]
         return choose_rows(
             ir, (o.head_dim, o.head_dim_v), dtypes, o.target, packed_rows, features, name, tma
         )

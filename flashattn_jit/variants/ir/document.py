@@ -294,6 +294,17 @@ class _GraphReader:
             raise fail(f"{where}.args", f"the param has {param.rank} dims")
         self.want(where, node, param.value_dtype, shape)
 
+    def lookup(self, where: str, node: Node) -> None:
+        param, args = self.tensor(where, node), self.args(node)
+        if len(args) != param.rank or not args[-1].shape or any(a.shape for a in args[:-1]):
+            raise fail(
+                f"{where}.args", f"the param has {param.rank} dims; only the last is looked up"
+            )
+        for a in args:
+            if a.dtype not in _INTS:
+                raise fail(f"{where}.args", f"integers are expected, got {a.dtype}")
+        self.want(where, node, param.value_dtype, args[-1].shape)
+
     def searchsorted(self, where: str, node: Node) -> None:
         param, (x,) = self.tensor(where, node), self.args(node)
         if param.rank != 1 or x.shape or type(node.attr("right")) is not bool:

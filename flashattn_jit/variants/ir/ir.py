@@ -73,6 +73,7 @@ OPS: Mapping[str, OpInfo] = {
     "scalar": OpInfo("leaf", 0, ("slot",)),  # runtime scalar param: int64 or float64
     # loads: indices wrap when negative and are then clamped; no unsafe read exists
     "gather": OpInfo("load", -1, ("slot",)),  # one int index per dim; one fewer gives the last dim
+    "lookup": OpInfo("load", -1, ("slot",)),  # one int index per dim, the last one a vector
     "searchsorted": OpInfo("load", 1, ("slot", "right")),  # in a sorted 1-D param; int64
     "q_len": OpInfo("load", 1),  # (b) -> int32
     "kv_len": OpInfo("load", 1),
@@ -165,7 +166,7 @@ class Graph:
 
 
 def _reads_tensor(node: Node) -> bool:
-    return node.op in ("gather", "searchsorted")
+    return node.op in ("gather", "lookup", "searchsorted")
 
 
 class GraphBuilder:
@@ -450,7 +451,7 @@ def _reads_request(graph: Graph) -> bool:
 
 
 def unscaled_integers(has: Callable[[str], bool], k_dtype: Any, v_dtype: Any) -> str:
-    """The error message for int8 keys or values that no hook scales; empty where there are none.
+    """The error message for integer keys or values that no hook scales; empty where there are none.
 
     Integers of a quantised cache mean nothing without their scale. Keys and values of
     float8_e4m3fn need no hook: a scale of 1 is common.
@@ -458,9 +459,10 @@ def unscaled_integers(has: Callable[[str], bool], k_dtype: Any, v_dtype: Any) ->
     has: whether the variant has the hook of this name. k_dtype, v_dtype: of torch, or their names.
     """
     for name, dtype, hook in (("k", k_dtype, "key_mod"), ("v", v_dtype, "value_mod")):
-        if str(dtype).removeprefix("torch.") == "int8" and not has(hook):
+        own = str(dtype).removeprefix("torch.")
+        if own in ("int8", "bits4x2") and not has(hook):
             return (
-                f"{name} is int8, but the variant has no {hook}, so that raw integers would be "
+                f"{name} is {own}, but the variant has no {hook}, so that raw integers would be "
                 f"taken for {'keys' if name == 'k' else 'values'}; give it one that scales the "
                 f"row, such as {hook}=lambda row, b, kv_h, kv_idx: row * scale[kv_h], or convert "
                 f"{name} to float32, bfloat16 or float16"

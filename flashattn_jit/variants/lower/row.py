@@ -100,9 +100,7 @@ class RowLowering:
         if node.op in REDUCTIONS:
             text = self._reduction(node)
         elif node.op == "gather":
-            slot = node.int_attr("slot")
-            tag = TAG[self.tensors[slot].dtype]
-            text = f"ops::load<{tag}>(c.tensor({slot}), {self._offset(node)})"
+            text = self._load(node, self._offset(node))
         else:
             names = [self.names[a] for a in node.args]
             dtypes = [self.graph.nodes[a].dtype for a in node.args]
@@ -111,16 +109,22 @@ class RowLowering:
         self.names[i] = f"t{i}"
         self.lines.append(f"const auto t{i} = {text};")
 
-    def _offset(self, node: Node) -> str:
+    def _offset(self, node: Node, last: str = "") -> str:
+        """The offset of an element. last: the last index, where it is no scalar."""
         slot = node.int_attr("slot")
         strides = self.tensors[slot].strides
+        indices = [self.names[a] for a in (node.args[:-1] if last else node.args)]
         terms = [
             f"ops::offset<{'true' if strides[d] == '1' else 'false'}>"
-            f"(c.tensor({slot}), {d}, {self.names[a]})"
-            for d, a in enumerate(node.args)
+            f"(c.tensor({slot}), {d}, {index})"
+            for d, index in enumerate([*indices, last] if last else indices)
             if strides[d] != "0"
         ]
         return " + ".join(terms) or "INT64_C(0)"
+
+    def _load(self, node: Node, offset: str) -> str:
+        slot = node.int_attr("slot")
+        return f"ops::load<{TAG[self.tensors[slot].dtype]}>(c.tensor({slot}), {offset})"
 
     def _reduction(self, node: Node) -> str:
         (source,) = node.args
@@ -216,11 +220,11 @@ class RowLowering:
         if node.op == "iota":
             return f"{CPP_TYPE[node.dtype]}({index})"
         if node.op == "gather":
-            slot = node.int_attr("slot")
-            param = self.tensors[slot]
-            tag = TAG[param.dtype]
-            offset = index if param.strides[-1] == "1" else f"({index}) * n{i}"
-            return f"ops::load<{tag}>(c.tensor({slot}), p{i} + {offset})"
+            unit = self.tensors[node.int_attr("slot")].strides[-1] == "1"
+            return self._load(node, f"p{i} + {index if unit else f'({index}) * n{i}'}")
+        if node.op == "lookup":
+            where = self._element(node.args[-1], mul, add, at)
+            return self._load(node, self._offset(node, where))
         if node.op == "broadcast":
             return self.names[node.args[0]]
         if node.op == "slice":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -223,9 +224,11 @@ def materialise(t: Tracer, c: Captured) -> HostTensor:
     return t.run_host(torch.Tensor.__getitem__, (c.host, where), {})  # type: ignore[no-any-return]
 
 
-def index(t: Tracer, c: Captured, items: Any) -> Captured:
+def index(t: Tracer, c: Captured, items: Any) -> Captured | Value:
     """``c[items]``: indexed lazily by values of the hook, else a view that the prelude makes."""
     parts = list(items) if isinstance(items, tuple) else [items]
+    if isinstance(parts[-1], Value) and math.prod(parts[-1].shape) != 1:
+        return _lookup(t, c, parts)
     parts = [_scalar_index(t, p) for p in parts]
     if not any(isinstance(p, Value) for p in parts):
         if not c.on_host or all(type(p) in (int, Number) for p in parts):
@@ -233,6 +236,27 @@ def index(t: Tracer, c: Captured, items: Any) -> Captured:
         pinned = tuple(_pinned(p) for p in parts)
         return Captured(t.run_host(torch.Tensor.__getitem__, (materialise(t, c), pinned), {}))
     return _assign(t, c, parts)
+
+
+def _lookup(t: Tracer, c: Captured, parts: list[Any]) -> Value:
+    """``c[..., x]`` with a vector x: an element for each of its entries, in hooks of rows."""
+    x = parts[-1]
+    if x.name == "bool" or category(x.name) != 1:
+        t.refuse(f"an index of dtype {x.name}", "use integers: `table[row.to(torch.int32)]`")
+    if not t.of_row or len(parts) != len(c.free):
+        t.refuse(
+            "an index that is a vector",
+            "index with one element at a time; hooks of rows may give a vector as the last index",
+        )
+    c = _assign(t, c, [*map(partial(_scalar_index, t), parts[:-1]), _WHOLE])
+    dtype = VALUE_DTYPES.get(c.host.dtype)
+    if dtype is None or c.free != (len(c.index) - 1,):
+        t.refuse(f"a lookup in {c.host.name!r}, of {c.host.dtype}", "look up in the last dim")
+    nodes = [*(_index_node(t, i) for i in c.index[:-1]), x.node]
+    slot = t.tensor_slot(c.host, {})
+    return Value(
+        t.emitter.emit("lookup", nodes, dtype, (math.prod(x.shape),), slot=slot), dtype, x.shape
+    )
 
 
 def _pinned(part: Any) -> Any:

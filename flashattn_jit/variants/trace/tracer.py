@@ -121,6 +121,7 @@ class Tracer:
         self.pins: dict[Source, None] = {}
         self.emitter = Emitter(())
         self.max_elements = SMALL_VECTOR
+        self.of_row = False
         self.tensor_slots: dict[int, tuple[HostTensor, dict[int, int]]] = {}
         self._slot_of: dict[int, int] = {}
         self.scalar_slots: dict[Node, Number] = {}
@@ -131,8 +132,9 @@ class Tracer:
         """The graph of the hook `fn`; row_length: elements of `row`. Slots are provisional."""
         inputs = ir.HOOK_INPUTS[kind]
         self.emitter = Emitter(inputs)
+        self.of_row = kind in ir.ROW_HOOKS
         self.max_elements = (
-            LONG_VECTOR if kind in ir.ROW_HOOKS
+            LONG_VECTOR if self.of_row
             else SCORE_VECTOR if kind == "score_mod" else SMALL_VECTOR
         )  # fmt: skip
         self._running = kind, fn, sys._getframe()
@@ -454,7 +456,7 @@ def _mask_params(
     for node in () if mask is None else mask.nodes:
         if node.op == "scalar":
             sources |= scalars[node.int_attr("slot")].sources
-        elif node.op in ("gather", "searchsorted"):
+        elif node.op in ("gather", "lookup", "searchsorted"):
             read = tracer.program.reads(tracer.tensor_slots[node.int_attr("slot")][0])
             tensors |= read[0]
             numbers |= read[1]

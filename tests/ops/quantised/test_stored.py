@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from typing import Any
 
@@ -15,16 +14,11 @@ from flashattn_jit.variants.reference import attention_reference, varlen_referen
 from tests.batch.batches import indptr
 from tests.harness.rotation import other_target, turn
 from tests.ops.cases import HOST_TARGETS, assert_close, normal
+from tests.ops.quantised.storage import CHANNELS, FORMATS, OF_PAGES, named, rows_of
 
 HQ, HKV, KEYS = 4, 2, 70
-CODES = ("int8", "e4m3", "e5m2")
-SCALES = ("tensor", "head", "token_head")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Format, Stored = fa.kv.Format, fa.kv.Stored
-FORMATS = [
-    Format(code, scale, DTYPES[i % 3])
-    for i, (code, scale) in enumerate(itertools.product(CODES, SCALES))
-]
 INT8 = Format("int8")
 # Masks, hooks that see scaled rows, another normaliser: (variant, head_dim, head_dim_v).
 VARIANTS: list[tuple[Any, int, int]] = [
@@ -40,10 +34,6 @@ VARIANTS: list[tuple[Any, int, int]] = [
 def dense(q_len: int, dim: int, dim_v: int) -> tuple[torch.Tensor, ...]:
     sizes = ((3, HQ, q_len, dim), (3, HKV, KEYS, dim), (3, HKV, KEYS, dim_v))
     return tuple(normal(i, *size) for i, size in enumerate(sizes))
-
-
-def named(kv_format: fa.kv.Format) -> str:
-    return f"{kv_format.code}-{kv_format.scale}"
 
 
 @pytest.mark.parametrize(
@@ -62,26 +52,35 @@ def test_dense_calls(kv_format: fa.kv.Format, variant: int) -> None:
         out = fa.attention(q, k, v, chosen, q_offset="end", target=target)
         exact, eager = (
             attention_reference(
-                q, k.dequantize(), v.dequantize(), chosen, q_offset="end", dtype=t
+                q, k, v, chosen, q_offset="end", dtype=t
             )[0]
             for t in (torch.float64, dtype)
         )  # fmt: skip
         assert_close(out, exact, eager)
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16])
-@pytest.mark.parametrize("kv_format", turn(20, FORMATS), ids=named)
+OVER_PAGES = [
+    *((f, size) for size in (1, 5, 16) for f in turn(20, FORMATS)),
+    *((f, size) for size in (1, 16) for f in OF_PAGES), *((f, 64) for f in CHANNELS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "page_size"),
+    OVER_PAGES,
+    ids=lambda x: named(x) if isinstance(x, Format) else str(x),
+)
 @pytest.mark.parametrize("target", [HOST_TARGETS[-1], other_target()])
 def test_batches_over_pages_and_packed_rows(target, kv_format, page_size) -> None:
     lengths, q_lens = (45, 1, 33), (1, 1, 20)
-    order = torch.randperm(60 * 5 // page_size, generator=torch.Generator().manual_seed(3))
+    order = torch.randperm(-(-300 // page_size), generator=torch.Generator().manual_seed(3))
     counts = [-(-n // page_size) for n in lengths]
     paged = fa.Paged(
         indptr(counts), order[: sum(counts)].int(),
         torch.tensor([n - (c - 1) * page_size for n, c in zip(lengths, counts, strict=True)]),
         page_size,
     )  # fmt: skip
-    dtype = DTYPES[(page_size + FORMATS.index(kv_format)) % 3]
+    dtype = DTYPES[(page_size + len(named(kv_format))) % 3]
     q = normal(0, sum(q_lens), HQ, 64).to(dtype)
     pages = [kv_format.quantize(normal(i, len(order), page_size, HKV, 64)) for i in (1, 2)]
     batch = fa.BatchAttention(
@@ -101,9 +100,7 @@ def test_batches_over_pages_and_packed_rows(target, kv_format, page_size) -> Non
         for t in (torch.float64, dtype)
     )
     assert_close(out, exact, eager)
-    packed = [
-        Stored(x.codes.flatten(0, 1)[slots], x.of_slots("x")[slots]) for x in pages
-    ]  # fmt: skip
+    packed = [rows_of(x, slots) for x in pages]
     out = fa.varlen_attention(
         q, *packed, indptr(q_lens), indptr(lengths), fa.Causal(), target=target
     )

@@ -2,8 +2,8 @@
 // where the cache holds codes.
 //
 // Items of work, pages and arguments are those of fajit/cuda/utility/append_paged_kv.h; the tensors
-// k, v, the two caches and the scales of each (`ScalePages`), as bytes, follow those of the
-// variant. A row without a hook is copied.
+// k, v and the two caches, as bytes, follow those of the variant, and then what the codes of each
+// cache have: scales, zero points (`NumberPages`), a codebook. A row without a hook is copied.
 #pragma once
 #include <fajit/check_args.h>
 #include <fajit/context.h>
@@ -21,8 +21,8 @@ class Append {
       : c_(a),
         k_(a->tensors + Config::kTensors, 0),
         v_(a->tensors + Config::kTensors, 1),
-        k_scales_(a->tensors[Config::kTensors + 4]),
-        v_scales_(a->tensors[Config::kTensors + 5]) {}
+        k_codes_(a->tensors + Config::kTensors + 4),
+        v_codes_(a->tensors + Config::kTensors + 7) {}
 
   void run(const fajit_work& item) const {
     const fajit_args& a = *c_.args;
@@ -34,11 +34,11 @@ class Append {
       const int64_t token = int64_t{a.q_row0[item.request]} + row;
       for (int32_t head = 0; head < a.num_kv_heads; ++head) {
         put<typename Config::K, Hooks::kKeyMod, Config::kHeadDim>(
-            k_, k_scales_, token, page, slot, head, [&](const float* x, float* y) {
+            k_, k_codes_, token, page, slot, head, [&](const float* x, float* y) {
               if constexpr (Hooks::kKeyMod) Hooks::key_mod(c_, x, y, item.request, head, key);
             });
         put<typename Config::V, Hooks::kValueMod, Config::kHeadDimV>(
-            v_, v_scales_, token, page, slot, head, [&](const float* x, float* y) {
+            v_, v_codes_, token, page, slot, head, [&](const float* x, float* y) {
               if constexpr (Hooks::kValueMod) Hooks::value_mod(c_, x, y, item.request, head, key);
             });
       }
@@ -46,6 +46,16 @@ class Append {
   }
 
  private:
+  // Of a cache of T: what it has beside codes.
+  template <class T, bool = kIsCode<T>>
+  struct Codes : Quantizer<T> {
+    explicit Codes(const fajit_tensor* t) : Quantizer<T>(t[0], t[1], t[2]) {}
+  };
+  template <class T>
+  struct Codes<T, false> {
+    explicit Codes(const fajit_tensor*) {}
+  };
+
   // New rows [token, head] and their places [page, slot, head]; strides in bytes.
   struct Rows {
     const fajit_tensor& from;
@@ -68,7 +78,7 @@ class Append {
   };
 
   template <class Stored, bool Modified, int N, class Mod>
-  static FAJIT_INLINE void put(const Rows& rows, const ScalePages& scales, int64_t token,
+  static FAJIT_INLINE void put(const Rows& rows, const Codes<Stored>& codes, int64_t token,
                                int64_t page, int64_t slot, int64_t head, Mod mod) {
     Stored* const dst = rows.template target<Stored>(page, slot, head);
     if constexpr (kIsCode<Stored>) {
@@ -76,7 +86,7 @@ class Append {
       alignas(64) float row[round_up(N, kLanes)], changed[round_up(N, kLanes)];
       load_row<New, N>(rows.template source<New>(token, head), row);
       if constexpr (Modified) mod(static_cast<const float*>(row), static_cast<float*>(changed));
-      store_codes<Stored, N>(Modified ? changed : row, dst, scales, page, slot, head);
+      codes.template store_row<N>(Modified ? changed : row, dst, page, slot, head);
     } else {
       convert_row<Modified, N, N>(rows.template source<Stored>(token, head), dst, mod);
     }
@@ -84,14 +94,15 @@ class Append {
 
   Context c_;
   Rows k_, v_;
-  ScalePages k_scales_, v_scales_;
+  Codes<typename Config::K> k_codes_;
+  Codes<typename Config::V> v_codes_;
 };
 
 template <class Config, class Hooks>
 int run_append(const fajit_args* a) {
   if (const int status = check_layout(a)) return status;
   if (a->num_work <= 0 && a->cursors == nullptr) return FAJIT_OK;
-  if (a->num_tensors != Config::kTensors + 6 || a->head_dim != Config::kHeadDim ||
+  if (a->num_tensors != Config::kTensors + 10 || a->head_dim != Config::kHeadDim ||
       a->head_dim_v != Config::kHeadDimV || a->page_indptr == nullptr ||
       a->page_indices == nullptr || a->page_size < 1 || !WorkList::is_valid(a))
     return FAJIT_BAD_ARGS;

@@ -38,16 +38,21 @@ class FewRow {
   using Writer = RowWriter<Config, Hooks>;
 
   struct NoSession {};
-  static constexpr int kDim = round_up(Config::kHeadDim, KeyVector<Matrix, Matrix>::kElements);
+  static constexpr int kDim = round_up(Config::kHeadDim, KeyVector<Matrix, Matrix, 0>::kElements);
   static constexpr int kDimV =
-      round_up(Config::kHeadDimV, ValueStep<Matrix, Matrix>::kVectors* kLanes);
+      round_up(Config::kHeadDimV, ValueStep<Matrix, Matrix, 0>::kVectors* kLanes);
+  // Rows that products can read where they are: whole vectors, in each half of packed codes.
+  static constexpr bool kWholeKeys =
+      Config::kHeadDim % (kPerElement<K> * KeyVector<Matrix, Matrix, 0>::kElements) == 0;
+  static constexpr bool kWholeValues =
+      Config::kHeadDimV % (kPerElement<V> * ValueStep<Matrix, Matrix, 0>::kVectors * kLanes) == 0;
   // A hook that multiplies rows by one number scales the scores or the weights instead.
-  static constexpr bool kScaleScores = Hooks::kKeyScale && kDim == Config::kHeadDim;
-  static constexpr bool kScaleWeights = Hooks::kValueScale && kDimV == Config::kHeadDimV;
+  static constexpr bool kScaleScores = Hooks::kKeyScale && kWholeKeys;
+  static constexpr bool kScaleWeights = Hooks::kValueScale && kWholeValues;
   static constexpr bool kKeysInPlace =
-      kScaleScores || (!Hooks::kKeyMod && kDim == Config::kHeadDim);
+      kScaleScores || (!Hooks::kKeyMod && kWholeKeys);
   static constexpr bool kValuesInPlace =
-      kScaleWeights || (!Hooks::kValueMod && kDimV == Config::kHeadDimV);
+      kScaleWeights || (!Hooks::kValueMod && kWholeValues);
   static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
 #if FAJIT_AMX
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
@@ -83,8 +88,9 @@ class FewRow {
   using Key = Choose<kKeysInPlace, K, Matrix>;
   using Value = Choose<kValuesInPlace, V, Matrix>;
 
-  static constexpr int kBytesK = Config::kHeadDim * sizeof(K),
-                       kBytesV = Config::kHeadDimV * sizeof(V);
+  static constexpr int kStepK = elements_of<K>(Config::kHeadDim),  // from a head to the next
+                       kStepV = elements_of<V>(Config::kHeadDimV);
+  static constexpr int kBytesK = kStepK * sizeof(K), kBytesV = kStepV * sizeof(V);
   static constexpr int kRowBytes = larger_of(kBytesK, kBytesV);
   // Rows of K and V are prefetched this many rows ahead of those in use. A tile before that, their
   // pages are touched, all of a tile at once, so that misses of the TLB overlap: decoding takes 0.6
@@ -154,8 +160,7 @@ class FewRow {
       RowStream<KeyRows> next_k(k.from(ahead_k, 0), heads * kBytesK);
       RowStream<ValueRows> next_v(v.from(ahead_v, 0), heads * kBytesV);
       for (int j = 0; j < heads; ++j) {
-        run_keys(items[j], head(j), tile, count, k.from(0, j * Config::kHeadDim),
-                 v.from(0, j * Config::kHeadDimV), next_k, next_v);
+        run_keys(items[j], head(j), tile, count, k.from(0, j * kStepK), v.from(0, j * kStepV), next_k, next_v);
       }
     }
     for (int j = 0; j < heads; ++j) finish(items[j], head(j), row0, count);
@@ -285,7 +290,7 @@ class FewRow {
       with_rows(count, [&](auto rows, int groups) {
         using Read = typename decltype(k)::Element;
         // Several groups never read keys that are converted once.
-        if constexpr (kIntegerKeys && same<Read, int8_t>)
+        if constexpr (kIntegerKeys && !same<Read, Matrix>)
           integer_scores<kDim, rows.count, kTileRows>(k, keys, reinterpret_cast<const int8_t*>(s.q),
                                                       s.queries, groups, scale, s_, kTileKv, fetch);
         else if constexpr (!kConvertOnce || rows.several == same<Read, Matrix>)
@@ -328,7 +333,7 @@ class FewRow {
                 next_v.template next<kBytesV * 128 / kDimV>();
               });
         constexpr int steps = ValueParts<kDimV, rows.count>::count;  // for a row
-        constexpr int piece = kBytesV * ValueStep<Matrix, Value>::kKeys / steps;
+        constexpr int piece = kBytesV * ValueStep<Matrix, Value, kDimV>::kKeys / steps;
         few_values<Matrix, Value, kDimV, rows.count, rows.several>(
             v, keys, words, kTileKv, groups, s.o,
             [&]() __attribute__((always_inline)) { next_v.template next<piece>(); });
@@ -416,7 +421,7 @@ class FewRow {
       float* const row = s_ + r * kTileKv;
       if constexpr (kIntegerValues)
         weights_[r] = integer_row<kTileKv>(row, vectors * kLanes, reinterpret_cast<int8_t*>(row));
-      else pack_row_weights<Matrix, Value>(row, vectors * kLanes);
+      else pack_row_weights<Matrix, Value, kDimV>(row, vectors * kLanes);
     }
   }
 

@@ -78,20 +78,20 @@ struct EvenOdd {
   }
 };
 
-// One vector of K against one of Q. Two bf16 vectors are multiplied as words of two; other storage
-// types are converted to float.
-template <class Matrix, class Key, bool Paired = false>
+// One vector of K, dims of a row of Dim from `d` on, against one of Q. Two bf16 vectors are
+// multiplied as words of two; other storage types are converted to float.
+template <class Matrix, class Key, int Dim, bool Paired = false>
 struct KeyVector {
   static constexpr int kElements = kLanes;
   vf v;
-  explicit FAJIT_INLINE KeyVector(const Key* p) : v(Storage<Key>::load(p)) {}
+  FAJIT_INLINE KeyVector(const Key* row, int d) : v(load_dims<Key, Dim>(row, d)) {}
   FAJIT_INLINE vf dot(vf acc, const Matrix* q) const { return acc + v * load(q); }
 };
-template <>
-struct KeyVector<float, bfloat16_t, true> {
+template <int Dim>
+struct KeyVector<float, bfloat16_t, Dim, true> {
   static constexpr int kElements = 2 * kLanes;
   EvenOdd v;
-  explicit FAJIT_INLINE KeyVector(const bfloat16_t* p) : v(p) {}
+  FAJIT_INLINE KeyVector(const bfloat16_t* row, int d) : v(row + d) {}
   FAJIT_INLINE vf dot(vf acc, const float* q) const {
     return acc + v.even * load(q) + v.odd * load(q + kLanes);
   }
@@ -112,12 +112,20 @@ FAJIT_INLINE vi small_float_words(const void* p, v32 table) {
   return (vi)(magnitude | ((w << 8) & uint16_t{0x8000}));
 }
 
-// 32 values of a row as words of two bf16, exact for integers and floats of 8 bits, else rounded
-// once. Products take subnormal bf16 as 0, and so does the rounding.
-template <class T>
-FAJIT_INLINE vi bfloat16_words(const T* p) {
+// Dims [d, d + 32) of a row of Dim as words of two bf16, exact for integers and floats of 8 bits,
+// else rounded once. Products take subnormal bf16 as 0, and so does the rounding.
+template <int Dim, class T>
+FAJIT_INLINE vi bfloat16_words(const T* row, int d) {
+  [[maybe_unused]] const T* const p = row + d;
   if constexpr (same<T, bfloat16_t>) {
     return load<vi>(p);
+  } else if constexpr (same<T, int4x2_t>) {
+    static_assert(Dim % 64 == 0);
+    constexpr v32 table = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                           0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    v32 pairs;
+    asm("vpmovzxbw %1, %0" : "=v"(pairs) : "m"(*(const char (*)[32])(row + d % (Dim / 2))));
+    return (vi)__builtin_shuffle(table, (pairs >> uint16_t(d < Dim / 2 ? 0 : 4)) & uint16_t{15});
   } else if constexpr (same<T, e4m3_t>) {
     constexpr v32 table = {0x7fc0, 0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
     return small_float_words<4, 120, 127, 7>(p, table);
@@ -132,11 +140,11 @@ FAJIT_INLINE vi bfloat16_words(const T* p) {
   }
 }
 
-template <class Key>
-struct KeyVector<bfloat16_t, Key> {
+template <class Key, int Dim>
+struct KeyVector<bfloat16_t, Key, Dim> {
   static constexpr int kElements = 2 * kLanes;
   vi v;
-  explicit FAJIT_INLINE KeyVector(const Key* p) : v(bfloat16_words(p)) {}
+  FAJIT_INLINE KeyVector(const Key* row, int d) : v(bfloat16_words<Dim>(row, d)) {}
   FAJIT_INLINE vf dot(vf acc, const bfloat16_t* q) const {
     return Dot<bfloat16_t>::step(acc, v, load<vi>(q));
   }
@@ -167,7 +175,7 @@ FAJIT_INLINE vf reduce_four(vf r0, vf r1, vf r2, vf r3) {
 template <class Matrix, class Key, int Dim, int NR, class KeyRows, class Fetch>
 FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, int groups, float scale,
                              float* s, int s_stride, Fetch fetch) {
-  using Vector = KeyVector<Matrix, Key, kPaired<Matrix, Key, Dim>>;
+  using Vector = KeyVector<Matrix, Key, Dim, kPaired<Matrix, Key, Dim>>;
   // Four rows against three keys have 12 sums in 16 registers: with the 8 of two keys, the latency
   // of the FMAs shows, and fp32 takes 1.14 times as long (from L2, Zen 4, timed by hand). Words of
   // two need six registers for three keys.
@@ -189,7 +197,7 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, int groups, 
         if constexpr (by_key) {
           vf v[keys];
 #pragma GCC unroll 3
-          for (int i = 0; i < keys; ++i) v[i] = Vector(row[i] + d).v;
+          for (int i = 0; i < keys; ++i) v[i] = Vector(row[i], d).v;
 #pragma GCC unroll 4
           for (int r = 0; r < NR; ++r) {
             const vf x = load(of_group + r * Dim + d);
@@ -199,7 +207,7 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, int groups, 
         } else {
 #pragma GCC unroll 16
           for (int i = 0; i < keys; ++i) {
-            const Vector v(row[i] + d);
+            const Vector v(row[i], d);
 #pragma GCC unroll 4
             for (int r = 0; r < NR; ++r)
               acc[r * keys + i] = v.dot(acc[r * keys + i], of_group + r * Dim + d);
@@ -230,34 +238,35 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, int groups, 
 // values: two keys at a time, as words of two; interleaving within 128-bit lanes is one operation
 // for 16 words, and leaves 32 dims as two vectors in the order that `ordered_dims` undoes. With a
 // conversion and an FMA for each key instead, 4 rows took 2.4 times as long from L1.
-template <class Matrix, class Value, bool Paired = false>
+template <class Matrix, class Value, int Dim, bool Paired = false>
 struct ValueStep {
   using Weight = float;
   static constexpr int kKeys = 1;
   static constexpr int kVectors = 1;  // vectors that load() makes
-  static FAJIT_INLINE void load(const Value* row, const Value*, vi (&x)[1]) {
-    x[0] = as_int(Storage<Value>::load(row));
+  // From dim `d` of two rows of Dim on.
+  static FAJIT_INLINE void load(const Value* row, const Value*, int d, vi (&x)[1]) {
+    x[0] = as_int(load_dims<Value, Dim>(row, d));
   }
 };
-template <>
-struct ValueStep<float, bfloat16_t, true> {
+template <int Dim>
+struct ValueStep<float, bfloat16_t, Dim, true> {
   using Weight = float;
   static constexpr int kKeys = 1;
   static constexpr int kVectors = 2;
-  static FAJIT_INLINE void load(const bfloat16_t* row, const bfloat16_t*, vi (&x)[2]) {
-    const EvenOdd v(row);
+  static FAJIT_INLINE void load(const bfloat16_t* row, const bfloat16_t*, int d, vi (&x)[2]) {
+    const EvenOdd v(row + d);
     x[0] = as_int(v.even);
     x[1] = as_int(v.odd);
   }
 };
 #if defined(__AVX512BF16__)
-template <class Value>
-struct ValueStep<bfloat16_t, Value> {
+template <class Value, int Dim>
+struct ValueStep<bfloat16_t, Value, Dim> {
   using Weight = bfloat16_t;
   static constexpr int kKeys = 2;
   static constexpr int kVectors = 2;
-  static FAJIT_INLINE void load(const Value* even, const Value* odd, vi (&x)[2]) {
-    const v32 a = (v32)bfloat16_words(even), b = (v32)bfloat16_words(odd);
+  static FAJIT_INLINE void load(const Value* even, const Value* odd, int d, vi (&x)[2]) {
+    const v32 a = (v32)bfloat16_words<Dim>(even, d), b = (v32)bfloat16_words<Dim>(odd, d);
     const v32 low = {0,  32, 1,  33, 2,  34, 3,  35, 8,  40, 9,  41, 10, 42, 11, 43,
                      16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59};
     x[0] = (vi)__builtin_shuffle(a, b, low);
@@ -276,11 +285,10 @@ struct StoredValues {
   int count;
 
   FAJIT_INLINE auto at(int n, int d) const {
-    const auto* row = v(n) + d;
-    const auto* partner = kKeys > 1 && n + 1 < count ? v(n + 1) + d : row;
-    return [=](int j, vi(&x)[kVectors]) __attribute__((always_inline)) {
-      Step::load(row + j * kLanes, partner + j * kLanes, x);
-    };
+    const auto* row = v(n);
+    const auto* partner = kKeys > 1 && n + 1 < count ? v(n + 1) : row;
+    return [=](int j, vi(&x)[kVectors])
+               __attribute__((always_inline)) { Step::load(row, partner, d + j * kLanes, x); };
   }
 };
 // The vectors of a chunk of keys, Dim words a step, which other groups of rows have left in L1.
@@ -378,7 +386,7 @@ struct ValueParts {
 template <class Matrix, class Value, int Dim, int NR, bool Several, class ValueRows, class Fetch>
 FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_stride, int groups,
                              float* o, Fetch fetch) {
-  using Step = ValueStep<Matrix, Value, kPaired<Matrix, Value, Dim>>;
+  using Step = ValueStep<Matrix, Value, Dim, kPaired<Matrix, Value, Dim>>;
   using Parts = ValueParts<Dim, NR>;
   alignas(64) int32_t kept[Several ? Parts::chunk / Step::kKeys * Dim : 1];
   for (int n = 0; n < count; n += Parts::chunk) {
@@ -404,10 +412,10 @@ FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_str
 
 // A row of float weights as the words of `few_values`, in place: `keys` is a multiple of kLanes and
 // weights past the last key are zero.
-template <class Matrix, class Value>
+template <class Matrix, class Value, int Dim>
 FAJIT_INLINE void pack_row_weights([[maybe_unused]] float* p, [[maybe_unused]] int keys) {
 #if defined(__AVX512BF16__)
-  if constexpr (ValueStep<Matrix, Value>::kKeys == 2) {
+  if constexpr (ValueStep<Matrix, Value, Dim>::kKeys == 2) {
     for (int n = 0; n < keys; n += 2 * kLanes) {
       const vf low = load(p + n), high = n + kLanes < keys ? load(p + n + kLanes) : vf{};
       vi words;  // adjacent keys are already adjacent halves
@@ -441,7 +449,7 @@ FAJIT_INLINE void ordered_dims([[maybe_unused]] float* o) {
     }
   }
 #if defined(__AVX512BF16__)
-  if constexpr (ValueStep<Matrix, Value>::kKeys == 2) {
+  if constexpr (ValueStep<Matrix, Value, Dim>::kKeys == 2) {
     const vi first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
     for (int d = 0; d < Dim; d += 2 * kLanes) {
       const vi a = load<vi>(o + d), b = load<vi>(o + d + kLanes);

@@ -75,9 +75,9 @@ class Prefill {
     FAJIT_INLINE void operator()() {
       for (due += 2; due >= blocks; due -= blocks, ++fetched) {
         if (fetched < count) {
-          prefetch_row<Config::kHeadDim * sizeof(K)>(k(fetched));
+          prefetch_row<elements_of<K>(Config::kHeadDim) * sizeof(K)>(k(fetched));
         } else if (fetched < 2 * count) {
-          prefetch_row<Config::kHeadDimV * sizeof(V)>(v(fetched - count));
+          prefetch_row<elements_of<V>(Config::kHeadDimV) * sizeof(V)>(v(fetched - count));
         }
       }
     }

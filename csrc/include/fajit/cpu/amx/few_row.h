@@ -49,7 +49,7 @@ class PairedValues {
   // The next `pairs` pairs.
   FAJIT_INLINE void next(int pairs) {
     using Value = typename ValueRows::Element;
-    using Step = ValueStep<bfloat16_t, Value>;
+    using Step = ValueStep<bfloat16_t, Value, Dim>;
     for (; pairs > 0 && left_ > 0; --pairs, --left_) {
       const Value* even = v_(at_ < last_ ? at_ : last_);
       const Value* odd = v_(at_ < last_ ? at_ + 1 : last_);
@@ -57,7 +57,7 @@ class PairedValues {
 #pragma GCC unroll 8
       for (int d = 0; d < Dim; d += 32) {
         vi x[2];
-        Step::load(even + d, odd + d, x);
+        Step::load(even, odd, d, x);
         store(words_ + d, x[0]);
         store(words_ + d + 16, x[1]);
       }
@@ -86,7 +86,7 @@ FAJIT_INLINE TileRows tile_keys(const KeyRows& k, int n, int count, bfloat16_t* 
   for (int i = 0; i < 16; ++i) {
     const auto* const row = k(n + i < count ? n + i : count - 1);
 #pragma GCC unroll 8
-    for (int d = 0; d < Dim; d += 32) store(copy + i * Dim + d, bfloat16_words(row + d));
+    for (int d = 0; d < Dim; d += 32) store(copy + i * Dim + d, bfloat16_words<Dim>(row, d));
   }
   return {reinterpret_cast<const char*>(copy), Dim * 2};
 }

@@ -4,6 +4,7 @@
 // storage type needs only a specialisation of Storage.
 #pragma once
 #include <fajit/cpu/vector/vec.h>
+#include <fajit/types.h>
 
 namespace fajit {
 
@@ -13,6 +14,17 @@ struct e4m3_t {  // float8_e4m3fn: no infinities, NaN is 0x7f
   uint8_t bits;
 };
 struct e5m2_t { uint8_t bits; };
+// Two integers of 4 bits, -8 to 7, stored as themselves plus 8: byte i of a row of N has those of
+// dim i, in its low bits, and of dim i + N / 2.
+struct int4x2_t { uint8_t bits; };
+
+// Values that an element of a row holds, and the elements of a row.
+template <class T>
+constexpr int kPerElement = 1;
+template <>
+constexpr int kPerElement<int4x2_t> = 2;
+template <class T>
+constexpr int elements_of(int dims) { return dims / kPerElement<T>; }
 
 typedef uint8_t vb __attribute__((vector_size(FAJIT_LANES)));
 typedef int8_t vs __attribute__((vector_size(FAJIT_LANES)));
@@ -134,15 +146,43 @@ struct Storage<e5m2_t> {
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 
+// Dims [d, d + kLanes) of a row of N.
+template <class T, int N>
+FAJIT_INLINE vf load_dims(const T* row, int d) {
+  if constexpr (same<T, int4x2_t>) {
+    constexpr int half = N / 2;
+    static_assert(half % kLanes == 0);
+    const vu pairs = widen(load<vb>(row + d % half));
+    return to_float((vi)((pairs >> (d < half ? 0 : 4)) & 15) - 8);
+  } else {
+    return Storage<T>::load(row + d);
+  }
+}
+
+// The integers of a row of N, one a byte.
+template <int N>
+FAJIT_INLINE void unpack_codes(const int4x2_t* row, int8_t* codes) {
+  for (int i = 0; i < N / 2; ++i) {
+    codes[i] = static_cast<int8_t>((row[i].bits & 15) - 8);
+    codes[i + N / 2] = static_cast<int8_t>((row[i].bits >> 4) - 8);
+  }
+}
+
 // dst[0, N) as float; dst has room for N rounded up to kLanes, and the rest of it is zeroed.
 template <class T, int N>
 FAJIT_INLINE void load_row(const T* src, float* dst) {
   constexpr int whole = N / kLanes * kLanes;
-  for (int i = 0; i < whole; i += kLanes) store(dst + i, Storage<T>::load(src + i));
-  if constexpr (whole < N) {
-    alignas(64) T tail[kLanes] = {};
-    __builtin_memcpy(tail, src + whole, (N - whole) * sizeof(T));
-    store(dst + whole, Storage<T>::load(tail));
+  if constexpr (same<T, int4x2_t> && N % (2 * kLanes) != 0) {
+    alignas(64) int8_t codes[round_up(N, kLanes)] = {};
+    unpack_codes<N>(src, codes);
+    load_row<int8_t, N>(codes, dst);
+  } else {
+    for (int i = 0; i < whole; i += kLanes) store(dst + i, load_dims<T, N>(src, i));
+    if constexpr (whole < N) {
+      alignas(64) T tail[kLanes] = {};
+      __builtin_memcpy(tail, src + whole, (N - whole) * sizeof(T));
+      store(dst + whole, Storage<T>::load(tail));
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-// Rows of floats to codes of 8 bits: `Format.quantize` of flashattn_jit/formats.py, bit for bit.
+// Rows of floats to codes of 8 or 4 bits: `Format.quantize` of flashattn_jit/formats.py, bit for bit.
 #pragma once
 #include <fajit/abi.h>
 #include <fajit/cpu/vector/load_row.h>
@@ -6,11 +6,14 @@
 namespace fajit {
 
 template <class T>
-constexpr bool kIsCode = same<T, int8_t> || same<T, e4m3_t> || same<T, e5m2_t>;
+constexpr bool kIsCode =
+    same<T, int8_t> || same<T, e4m3_t> || same<T, e5m2_t> || same<T, int4x2_t>;
+// The largest value of a symmetric code.
 template <class T>
-constexpr float kLargestCode = same<T, int8_t>   ? 127.0f
-                               : same<T, e4m3_t> ? 448.0f
-                                                 : 57344.0f;
+constexpr float kLargestCode = same<T, int8_t>     ? 127.0f
+                               : same<T, int4x2_t> ? 7.0f
+                               : same<T, e4m3_t>   ? 448.0f
+                                                   : 57344.0f;
 
 // The bits of a float of 8 bits in the upper part of a float of `Mantissa` bits: rounded to nearest
 // even. x is at most the largest code. Multiples of the smallest subnormal are found by an addition
@@ -27,16 +30,16 @@ FAJIT_INLINE vu small_float_bits(vf x) {
   return (magnitude < least ? subnormal : normal) | ((bits >> 24) & 0x80);
 }
 
-// The codes nearest to x, which is clamped to the largest code; NaN becomes 0.
+// The codes nearest to x, which is clamped to [least, largest]; NaN becomes 0. Integers of 4 bits
+// are codes plus 8, one a byte.
 template <class T>
-FAJIT_INLINE vb codes(vf x) {
-  const vf largest = splat(kLargestCode<T>);
+FAJIT_INLINE vb codes(vf x, float least, float largest) {
   x = x == x ? x : vf{};
-  x = x > largest ? largest : x;
-  x = x < -largest ? -largest : x;
-  if constexpr (same<T, int8_t>) {
+  x = x > largest ? splat(largest) : x;
+  x = x < least ? splat(least) : x;
+  if constexpr (same<T, int8_t> || same<T, int4x2_t>) {
     const vf whole = splat(0x1.8p23f);  // its ulp is 1
-    return __builtin_convertvector((vu)(x + whole) - (vu)whole, vb);
+    return __builtin_convertvector((vu)(x + whole) - (vu)whole + (same<T, int8_t> ? 0 : 8), vb);
   } else if constexpr (same<T, e4m3_t>) {
     return __builtin_convertvector(small_float_bits<3, 7>(x), vb);
   } else {
@@ -44,74 +47,162 @@ FAJIT_INLINE vb codes(vf x) {
   }
 }
 
-// Scales [page, slot, head] of a cache, written beside its codes. Strides in bytes; sizes[3] is the
-// dtype. Without one (0), rows are at the scale of the codes already.
-class ScalePages {
+// Values of codes of 4 bits in ascending order, with their codes: those of equal values ascend.
+class Codebook {
+ public:
+  explicit Codebook(const fajit_tensor& t) : used_(t.sizes[0] == 16) {
+    if (!used_) return;
+    const float* const values = static_cast<const float*>(t.ptr);
+    for (int i = 0; i < 16; ++i) {
+      int at = i;
+      for (; at > 0 && values_[at - 1] > values[i]; --at) {
+        values_[at] = values_[at - 1];
+        codes_[at] = codes_[at - 1];
+      }
+      values_[at] = values[i];
+      codes_[at] = static_cast<uint8_t>(i);
+    }
+  }
+
+  bool is_used() const { return used_; }
+  float largest() const { return max(abs_of(values_[0]), abs_of(values_[15])); }
+  // The nearest codes: of two equally near ones that of the lower value. NaN becomes 0.
+  FAJIT_INLINE vb nearest(vf x) const {
+    x = x == x ? x : vf{};
+    vi above{};
+    for (int i = 0; i < 15; ++i) above -= x > (values_[i + 1] + values_[i]) * 0.5f;
+    uint8_t found[kLanes];
+    for (int i = 0; i < kLanes; ++i) found[i] = codes_[above[i]];
+    return load<vb>(found);
+  }
+
+ private:
+  static float abs_of(float x) { return x < 0 ? -x : x; }
+
+  const bool used_;
+  float values_[16];
+  uint8_t codes_[16];
+};
+
+// Numbers [page, slot, head, group of channels] of a cache, scales or zero points, beside its codes.
+// Strides in bytes; the number of groups is sizes[3], the dtype strides[4]: 0 for none.
+class NumberPages {
  public:
   enum Dtype { kNone, kFloat, kHalf, kBfloat16 };
 
-  explicit ScalePages(const fajit_tensor& t) : t_(t), dtype_(Dtype(t.sizes[3])) {}
+  explicit NumberPages(const fajit_tensor& t) : t_(t), dtype_(Dtype(t.strides[4])) {}
 
-  bool has_scales() const { return dtype_ != kNone; }
+  bool exist() const { return dtype_ != kNone; }
+  bool are_stored() const { return exist() && t_.sizes[3] > 0; }
+  int groups() const { return are_stored() ? static_cast<int>(t_.sizes[3]) : 1; }
 
-  // Stores the least scale for rows of this largest magnitude, and returns it: codes never exceed
-  // the largest. NaN stays NaN.
-  float put(float magnitude, float largest_code, int64_t page, int64_t slot, int64_t head) const {
-    char* const at = static_cast<char*>(const_cast<void*>(t_.ptr)) + page * t_.strides[0] +
-                     slot * t_.strides[1] + head * t_.strides[2];
-    const float exact = magnitude / largest_code;
-    const auto up = [&](float stored) { return stored * largest_code < magnitude; };
+  char* at(int64_t page, int64_t slot, int64_t head) const {
+    return static_cast<char*>(const_cast<void*>(t_.ptr)) + page * t_.strides[0] +
+           slot * t_.strides[1] + head * t_.strides[2];
+  }
+
+  // Stores x, rounded, for a group of a row, and returns it. Below `least`, a scale is rounded up:
+  // `is_less(stored)`.
+  template <class IsLess>
+  float put(float x, char* row, int group, IsLess is_less) const {
+    char* const to = row + group * t_.strides[3];
     if (dtype_ == kFloat) {
-      uint32_t bits = as_bits(exact);
-      bits += up(exact);
-      __builtin_memcpy(at, &bits, sizeof bits);
+      uint32_t bits;
+      __builtin_memcpy(&bits, &x, sizeof x);
+      bits += is_less(x);
+      __builtin_memcpy(to, &bits, sizeof bits);
       return as_float(int32_t(bits));
     }
     const auto widened = [&](uint16_t bits) {
       return dtype_ == kHalf ? half_to_float(bits) : bfloat16_to_float(bits);
     };
-    uint16_t bits =
-        (dtype_ == kHalf ? float_to_half(splat(exact)) : float_to_bfloat16(splat(exact)))[0];
-    bits += up(widened(bits));
-    __builtin_memcpy(at, &bits, sizeof bits);
+    uint16_t bits = (dtype_ == kHalf ? float_to_half(splat(x)) : float_to_bfloat16(splat(x)))[0];
+    bits += is_less(widened(bits));
+    __builtin_memcpy(to, &bits, sizeof bits);
     return widened(bits);
   }
 
  private:
-  static uint32_t as_bits(float x) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, sizeof x);
-    return bits;
-  }
-
   const fajit_tensor& t_;
   const Dtype dtype_;
 };
 
-// dst[0, N) = the codes of row[0, N), whose scale is stored where there are scales. `row` has room
-// for N rounded up to kLanes.
-template <class T, int N>
-FAJIT_INLINE void store_codes(float* row, T* dst, const ScalePages& scales, int64_t page,
-                              int64_t slot, int64_t head) {
-  constexpr int whole = N / kLanes * kLanes, padded = round_up(N, kLanes);
-  for (int i = N; i < padded; ++i) row[i] = 0.0f;
-  float scale = 1.0f;
-  if (scales.has_scales()) {
-    vf largest{}, finite{};  // finite: NaN where a value is not
-    for (int i = 0; i < padded; i += kLanes) {
-      const vf x = load(row + i);
-      largest = max(largest, abs(x));
-      finite += x * 0.0f;
+// How rows become codes of T: `Format.quantize`. Scales that are not stored are applied already.
+template <class T>
+class Quantizer {
+ public:
+  Quantizer(const fajit_tensor& scales, const fajit_tensor& zeros, const fajit_tensor& book)
+      : scales_(scales), zeros_(zeros), book_(book) {
+    constexpr bool integers = same<T, int8_t> || same<T, int4x2_t>;
+    largest_ = book_.is_used() ? book_.largest() : kLargestCode<T>;
+    least_ = -largest_ - (integers && zeros_.exist() ? 1.0f : 0.0f);
+  }
+
+  // dst = the codes of row[0, N), whose numbers are stored beside them. `row` has room for N
+  // rounded up to kLanes.
+  template <int N>
+  FAJIT_INLINE void store_row(const float* row, T* dst, int64_t page, int64_t slot,
+                              int64_t head) const {
+    alignas(64) uint8_t out[round_up(N, kLanes) + kLanes];
+    if (!scales_.are_stored()) {
+      encode(row, N, out, [](vf x) { return x; });
+    } else {
+      char* const scale_row = scales_.at(page, slot, head);
+      char* const zero_row = zeros_.exist() ? zeros_.at(page, slot, head) : nullptr;
+      const int groups = scales_.groups(), count = N / groups;
+      for (int g = 0; g < groups; ++g)
+        store_group(row + g * count, count, out + g * count, scale_row, zero_row, g);
     }
-    const float magnitude = reduce_max(largest) + reduce_add(finite);
-    scale = scales.put(magnitude, kLargestCode<T>, page, slot, head);
+    if constexpr (same<T, int4x2_t>) {
+      for (int i = 0; i < N / 2; ++i) dst[i].bits = out[i] | (out[i + N / 2] << 4);
+    } else {
+      __builtin_memcpy(dst, out, N);
+    }
   }
-  for (int i = 0; i < whole; i += kLanes)
-    store(reinterpret_cast<uint8_t*>(dst) + i, codes<T>(load(row + i) / scale));
-  if constexpr (whole < N) {
-    const vb tail = codes<T>(load(row + whole) / scale);
-    __builtin_memcpy(dst + whole, &tail, N - whole);
+
+ private:
+  FAJIT_INLINE void store_group(const float* x, int count, uint8_t* out, char* scale_row,
+                                char* zero_row, int g) const {
+    vf top = splat(-kInf), bottom = splat(kInf), finite{};  // finite: NaN where a value is not
+    for (int i = 0; i < count; i += kLanes) {
+      const vf some = select(iota() + i < count, load(x + i), splat(x[0]));
+      top = max(top, some);
+      bottom = min(bottom, some);
+      finite += some * 0.0f;
+    }
+    const float high = reduce_max(top), low = -reduce_max(-bottom), nan = reduce_add(finite);
+    const float magnitude = max(high, -low);
+    if (zero_row == nullptr) {
+      const float scale = scales_.put((magnitude + nan) / largest_, scale_row, g, [&](float s) {
+        return s * largest_ < magnitude;
+      });
+      return encode(x, count, out, [=](vf v) { return v / scale; });
+    }
+    const float steps = largest_ - least_, span = max(high - low, magnitude * (steps / 1024.0f));
+    const float exact = span - span == 0.0f ? span + nan : __builtin_nanf("");
+    const float scale =
+        scales_.put(exact / steps, scale_row, g, [&](float s) { return s * steps < exact; });
+    const float wanted = least_ - low / scale;
+    const float zero = zeros_.put(wanted == wanted ? wanted : 0.0f, zero_row, g,
+                                  [](float) { return false; });
+    encode(x, count, out, [=](vf v) { return v / scale + zero; });
   }
-}
+
+  template <class F>
+  FAJIT_INLINE void encode(const float* x, int count, uint8_t* out, F scaled) const {
+    for (int i = 0; i < count; i += kLanes) {
+      const vf v = scaled(load(x + i));
+      if constexpr (same<T, int4x2_t>) {
+        store(out + i, book_.is_used() ? book_.nearest(v) : codes<T>(v, least_, largest_));
+      } else {
+        store(out + i, codes<T>(v, least_, largest_));
+      }
+    }
+  }
+
+  const NumberPages scales_, zeros_;
+  const Codebook book_;
+  float least_, largest_;
+};
 
 }  // namespace fajit

@@ -1,10 +1,11 @@
-// Products of a few bf16 rows with int8 keys and values as integers (VNNI), for few_row.h.
+// Products of a few bf16 rows with keys and values of 8 or 4 bits as integers (VNNI), for
+// few_row.h.
 //
 // A row of Q, or of weights, becomes `unit` times integers of 16 bits, of two bytes each, `high`
-// and `low`; codes are read as c + 128, which is unsigned. Four products of bytes are one
-// instruction, where bf16 has two and each code is converted first:
+// and `low`; codes are read as c + z, which is unsigned: z is 128, or 8 for those of 4 bits. Four
+// products of bytes are one instruction, where bf16 has two and each code is converted first:
 //
-//   q . k = unit * (256 high . (k + 128) + low . (k + 128) - 128 * sum(256 high + low))
+//   q . k = unit * (256 high . (k + z) + low . (k + z) - z * sum(256 high + low))
 //
 // Sums are exact. A value of a row is off by at most 2^-16 of the row's largest.
 #pragma once
@@ -17,11 +18,15 @@ constexpr bool kIntegers = false;
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 template <int Dim>
 constexpr bool kIntegers<bfloat16_t, int8_t, Dim> = Dim % 64 == 0;
+template <int Dim>
+constexpr bool kIntegers<bfloat16_t, int4x2_t, Dim> = Dim == 64 || Dim % 128 == 0;
+template <class Code>
+constexpr int kCodeZero = same<Code, int8_t> ? 128 : 8;
 
-// What a row has beside its bytes: `offset` is 128 times the sum of its integers.
+// What a row has beside its bytes: the sum of its integers.
 struct IntegerRow {
   float unit;
-  int32_t offset;
+  int32_t sum;
 };
 
 // x[0, n) as integers, n a multiple of kLanes, N at most: high bytes to `bytes`, low ones to
@@ -49,7 +54,7 @@ FAJIT_INLINE IntegerRow integer_row(const float* x, int n, int8_t* bytes) {
   }
   for (int d = 0; d < n; d += kLanes) store(bytes + N + d, load<vs>(low + d));
   // The sum is exact as a float: N is at most 256.
-  return {unit + reduce_add(finite), 128 * static_cast<int32_t>(reduce_add(to_float(sum)))};
+  return {unit + reduce_add(finite), static_cast<int32_t>(reduce_add(to_float(sum)))};
 }
 
 // a + the products of four unsigned bytes with four signed ones, in each lane.
@@ -72,22 +77,42 @@ FAJIT_UNPACK(unpack_low_words, "vpunpcklwd")
 FAJIT_UNPACK(unpack_high_words, "vpunpckhwd")
 #undef FAJIT_UNPACK
 
-FAJIT_INLINE vi unsigned_codes(vi x) { return x ^ static_cast<int32_t>(0x80808080u); }
+// 64 codes of a row of Dim from dim `d` on. Those of 4 bits are c + 8 already.
+template <int Dim>
+FAJIT_INLINE v64 code_bytes(const int8_t* row, int d) { return load<v64>(row + d); }
+template <int Dim>
+FAJIT_INLINE v64 code_bytes(const int4x2_t* row, int d) {
+  constexpr int half = Dim / 2;
+  if constexpr (half == 32) {
+    typedef uint64_t v8 __attribute__((vector_size(64)));
+    v8 x;
+    asm("vbroadcasti64x4 %1, %0" : "=v"(x) : "m"(*reinterpret_cast<const char (*)[32]>(row)));
+    constexpr v8 shift = {0, 0, 0, 0, 4, 4, 4, 4};
+    return (v64)((x >> shift) & 0x0f0f0f0f0f0f0f0f);
+  } else {
+    return (v64)((load<vi>(row + d % half) >> (d < half ? 0 : 4)) & 0x0f0f0f0f);
+  }
+}
+template <class Code>
+FAJIT_INLINE vi unsigned_codes(vi x) {
+  return same<Code, int8_t> ? x ^ static_cast<int32_t>(0x80808080u) : x;
+}
 
 // few_scores for such rows, MaxRows at most: `q` has 2 * Dim bytes a row.
 template <int Dim, int NR, int MaxRows, class KeyRows, class Fetch>
 FAJIT_INLINE void integer_scores(KeyRows k, int count, const int8_t* q, const IntegerRow* rows,
                                  int groups, float scale, float* s, int s_stride, Fetch fetch) {
+  using Code = typename KeyRows::Element;
   constexpr int keys = kLanes / NR;
   // Of the lanes of a group's sums.
   alignas(64) float units[MaxRows * keys];
   alignas(64) int32_t offsets[MaxRows * keys];
   for (int i = 0; i < groups * kLanes; ++i) {
     units[i] = rows[i / keys].unit * scale;
-    offsets[i] = rows[i / keys].offset;
+    offsets[i] = kCodeZero<Code> * rows[i / keys].sum;
   }
   for (int n = 0; n < count; n += keys) {
-    const int8_t* key[keys];
+    const Code* key[keys];
 #pragma GCC unroll 16
     for (int i = 0; i < keys; ++i) {
       key[i] = k(n + i < count ? n + i : count - 1);
@@ -101,7 +126,7 @@ FAJIT_INLINE void integer_scores(KeyRows k, int count, const int8_t* q, const In
         for (int d = 0; d < Dim; d += 64) {
 #pragma GCC unroll 16
           for (int i = 0; i < keys; ++i) {
-            const vi x = unsigned_codes(load<vi>(key[i] + d));
+            const vi x = unsigned_codes<Code>((vi)code_bytes<Dim>(key[i], d));
 #pragma GCC unroll 4
             for (int r = 0; r < NR; ++r)
               acc[r * keys + i] =
@@ -131,6 +156,7 @@ template <int Dim, int NR, int N, class ValueRows, class Fetch>
 FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, int p_stride,
                                  const IntegerRow* rows, int groups, float* o, Fetch fetch) {
   static_assert(N <= 256);  // sums fit 32 bits
+  using Code = typename ValueRows::Element;
 #pragma GCC unroll 1
   for (int g = 0; g < groups; ++g) {
     const int8_t* weights = p + g * NR * p_stride;
@@ -141,12 +167,12 @@ FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, int p_
         for (int n = 0; n < count; n += 4) {
           v64 row[4];
 #pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) row[i] = load<v64>(v(n + i < count ? n + i : count - 1) + d);
+          for (int i = 0; i < 4; ++i) row[i] = code_bytes<Dim>(v(n + i < count ? n + i : count - 1), d);
           if (g == 0) fetch();
           // Dims by four keys: bytes of two keys, then words of two such pairs.
           const v64 first = unpack(row[0], row[1]), second = unpack(row[2], row[3]);
-          const vi x[2] = {unsigned_codes((vi)unpack_low_words(first, second)),
-                           unsigned_codes((vi)unpack_high_words(first, second))};
+          const vi x[2] = {unsigned_codes<Code>((vi)unpack_low_words(first, second)),
+                           unsigned_codes<Code>((vi)unpack_high_words(first, second))};
 #pragma GCC unroll 4
           for (int r = 0; r < NR; ++r) {
             const int8_t* of_row = weights + r * p_stride + n;
@@ -165,7 +191,7 @@ FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, int p_
 #pragma GCC unroll 2
           for (int j = 0; j < 2; ++j) {
             float* at = out + r * Dim + j * kLanes;
-            const vi sum = (high[r][j] << 8) + low[r][j] - of_row.offset;
+            const vi sum = (high[r][j] << 8) + low[r][j] - kCodeZero<Code> * of_row.sum;
             store(at, load(at) + to_float(sum) * of_row.unit);
           }
         }
