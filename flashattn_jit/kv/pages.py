@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from contextlib import suppress
 from typing import Literal
@@ -20,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..formats import Codes, Stored
+from ..formats import Codes, Format, Stored
+from ..variants.ir.dtypes import CODES4
 from .int_buffer import Ints
 from .spec import Group
 
@@ -140,45 +142,67 @@ class Pages:
 
         "page": one tensor [pages, elements]; a page holds keys and values of all layers, layer
         after layer, so that copying it is one piece. "layer": two tensors for each layer. Scales
-        of codes have a tensor for each layer's keys and one for its values in both layouts.
+        and zero points of codes have tensors for each layer's keys and values in both layouts.
         """
         rows = self.num_pages + 1
         assert group.head_dim_v is not None
         dims = (group.head_dim, group.head_dim_v)
         dtypes = [dtype if f is None else f.dtype for f in group.formats]
+        columns = [
+            dim // 2 if own is CODES4 else dim for dim, own in zip(dims, dtypes, strict=True)
+        ]
         parts = [
-            page_size * group.num_kv_heads * dim * own.itemsize
-            for dim, own in zip(dims, dtypes, strict=True)
+            page_size * group.num_kv_heads * n * own.itemsize
+            for n, own in zip(columns, dtypes, strict=True)
         ]
         # Of one dtype there is no gap; of several, each begins where any dtype may.
         mixed = dtypes[0] != dtypes[1]
         sizes = [-(-n // _ALIGNED) * _ALIGNED if mixed else n for n in parts]
         self.views: list[tuple[Codes, Codes]] = []
         self.memory: list[torch.Tensor] = []
+        books: dict[Format, torch.Tensor] = {}
+        # Few operations know pairs of codes: their memory is of bytes.
+        owners = [torch.uint8 if own is CODES4 else own for own in dtypes]
         if layout == "page":
-            own = torch.uint8 if mixed else dtypes[0]
-            columns = len(group.layers) * sum(sizes) // own.itemsize
-            self.memory = [_zeros(rows, columns, own, device)]
+            own = torch.uint8 if mixed else owners[0]
+            self.memory = [
+                _zeros(rows, len(group.layers) * sum(sizes) // own.itemsize, own, device)
+            ]
         for i in range(len(group.layers)):
             pair: list[Codes] = []
             for part, form in enumerate(group.formats):
-                own, begin = dtypes[part], i * sum(sizes) + part * sizes[0]
+                own, begin = owners[part], i * sum(sizes) + part * sizes[0]
                 if layout == "page":
                     whole = self.memory[0].view(torch.uint8)
                     held = whole[:, begin : begin + parts[part]].view(own)
                 else:
                     held = _zeros(rows, parts[part] // own.itemsize, own, device)
                     self.memory.append(held)
-                view = held.unflatten(1, (page_size, group.num_kv_heads, dims[part]))
+                view = held.unflatten(1, (page_size, group.num_kv_heads, columns[part]))
                 if form is None:
                     pair.append(view)
                     continue
-                # Apart from the codes, so that the slots of all pages follow each other.
-                scales = _zeros(rows, page_size * group.num_kv_heads, form.scale_dtype, device)
-                self.memory.append(scales)
-                shape = (page_size, group.num_kv_heads)
-                pair.append(Stored(view, scales.unflatten(1, shape)))
+                if form.values.book and form not in books:
+                    books[form] = torch.tensor(form.values.book, dtype=torch.float32, device=device)
+                groups = () if form.group is None else (dims[part] // form.group,)
+                shape = (page_size, group.num_kv_heads, *groups)
+                pair.append(self._stored(view, form, books.get(form), shape))
             self.views.append((pair[0], pair[1]))
+
+    def _stored(
+        self, codes: torch.Tensor, form: Format, book: torch.Tensor | None, shape: tuple[int, ...]
+    ) -> Stored:
+        """Codes with scales, and zero points, of `shape` in each page.
+
+        Apart from the codes, so that the slots of all pages follow each other.
+        """
+        numbers = []
+        for _ in range(2 if form.zero else 1):
+            held = _zeros(codes.shape[0], math.prod(shape), form.scale_dtype, codes.device)
+            self.memory.append(held)
+            numbers.append(held.unflatten(1, shape))
+        zeros = numbers[1] if form.zero else None
+        return Stored(codes, numbers[0], zeros, book, group=form.group, rotated=form.rotate)
 
 
 def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

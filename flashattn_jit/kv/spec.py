@@ -13,7 +13,7 @@ import torch
 
 from ..codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ..errors import FlashAttnJitError, InputError, ParamError
-from ..formats import Formats, KvFormat, read_formats
+from ..formats import Format, Formats, KvFormat, read_formats
 from ..ops.append import check_applied_once, check_transform
 from ..ops.arguments.checks import check_heads, check_int, shown
 from ..ops.planning.batch_params import stand_ins
@@ -51,9 +51,9 @@ class Group:
             pages, as for `fa.plan_append`: keys are then rotated or normed once, not whenever they
             are read. `variant` is without these hooks. Not with "compact", which gives keys new
             positions. Head dims are then 1 to 256.
-        kv_format: an `fa.kv.Format` with one scale a token and head, or a pair of one for keys and
-            one for values, either of which may be None: appends quantise, after the transform, and
-            `Cache.tensors` has `fa.kv.Stored`. On the CPU only.
+        kv_format: an `fa.kv.Format` with scales of each token and head, or a pair of one for keys
+            and one for values, either of which may be None: appends quantise, after the transform,
+            and `Cache.tensors` has `fa.kv.Stored`. On the CPU only.
 
     Raises InputError for sizes and names that are out of range, and for a variant that would apply
     hooks of the transform again; VariantError for a transform of other head dims.
@@ -100,10 +100,12 @@ class Group:
         put("mask_params", MappingProxyType(dict(self.mask_params)))
         if self.reclaim not in _RECLAIMS:
             raise InputError(f"reclaim={shown(self.reclaim)} must be one of {', '.join(_RECLAIMS)}")
-        for f in self.formats:
+        for f, name in zip(self.formats, ("head_dim", "head_dim_v"), strict=True):
+            if f is not None:
+                f.check_head_dim(name, getattr(self, name))
             if f is not None and f.scale != "token_head":
                 raise InputError(
-                    f"kv_format has scale={f.scale!r}, but a cache stores one scale a token and "
+                    f"kv_format has scale={f.scale!r}, but a cache stores scales of each token and "
                     "head: a scale that more tokens share would have to be known before; pass "
                     'scale="token_head"'
                 )
@@ -217,7 +219,7 @@ class Spec:
         """
         groups = [
             [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, _transform_document(g),
-             [None if f is None else [f.code, DTYPE_NAMES[f.scale_dtype]] for f in g.formats]]
+             [None if f is None else _format_document(f) for f in g.formats]]
             for g in self.groups
         ]  # fmt: skip
         document = ["fajit-kv/2", self.page_size, DTYPE_NAMES[self.dtype], groups]
@@ -348,6 +350,12 @@ def _bind_transform(group: Group) -> Bound | None:
         if given or isinstance(error, ParamError):
             return None
         raise
+
+
+def _format_document(form: Format) -> object:
+    own = [form.code, DTYPE_NAMES[form.scale_dtype]]
+    more = [form.group, form.zero, form.rotate]
+    return own if more == [None, False, False] else own + more
 
 
 def _transform_document(group: Group) -> object:

@@ -12,7 +12,12 @@ from flashattn_jit.errors import InputError
 
 SIZE, HEADS, DIM, DIM_V = 4, 2, 24, 16
 INT8, E4M3 = fa.kv.Format("int8"), fa.kv.Format("e4m3", scale_dtype=torch.bfloat16)
-PAIRS: list[tuple[Any, Any]] = [(INT8, INT8), (E4M3, None), (None, INT8), (INT8, E4M3)]
+INT4 = fa.kv.Format("int4", scale_dtype=torch.float16, group=8, rotate=True)
+ZERO = fa.kv.Format("int4", group=8, zero=True)
+PAIRS: list[tuple[Any, Any]] = [
+    (INT8, INT8), (E4M3, None), (None, INT8), (INT8, E4M3), (INT4, INT4), (ZERO, INT8),
+    (fa.kv.Format("nf4", rotate=True), ZERO), (E4M3, fa.kv.Format("e2m1")), (None, INT4),
+]  # fmt: skip
 
 
 def spec(formats: Any, transform: fa.Variant | None = None) -> fa.kv.Spec:
@@ -159,7 +164,9 @@ def test_compaction_moves_scales() -> None:
     ("make", "message"),
     [
         (lambda: fa.kv.Group((0,), 2, 8, kv_format=fa.kv.Format("int8", "head")),
-         "kv_format has scale='head', but a cache stores one scale a token"),
+         "kv_format has scale='head', but a cache stores scales of each token"),
+        (lambda: fa.kv.Group((0,), 2, 9, 8, kv_format=INT4), "head_dim=9 is odd, but int4 stores"),
+        (lambda: fa.kv.Group((0,), 2, 8, 12, kv_format=INT4), "group=8 does not divide head_dim_v=12"),
         (lambda: fa.kv.Group((0,), 2, 8, kv_format="int8"), "kv_format must be an fa.kv.Format"),
         (lambda: fa.kv.Spec(fa.kv.Group((0,), 2, 8, kv_format=INT8), 4, torch.int8),
          "dtype=torch.int8, but a group has a transform or a format"),
