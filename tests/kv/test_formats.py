@@ -166,7 +166,10 @@ def test_compaction_moves_scales() -> None:
         (lambda: fa.kv.Group((0,), 2, 8, kv_format=fa.kv.Format("int8", "head")),
          "kv_format has scale='head', but a cache stores scales of each token"),
         (lambda: fa.kv.Group((0,), 2, 9, 8, kv_format=INT4), "head_dim=9 is odd, but int4 stores"),
-        (lambda: fa.kv.Group((0,), 2, 8, 12, kv_format=INT4), "group=8 does not divide head_dim_v=12"),
+        (
+            lambda: fa.kv.Group((0,), 2, 8, 12, kv_format=INT4),
+            "group=8 does not divide head_dim_v=12",
+        ),
         (lambda: fa.kv.Group((0,), 2, 8, kv_format="int8"), "kv_format must be an fa.kv.Format"),
         (lambda: fa.kv.Spec(fa.kv.Group((0,), 2, 8, kv_format=INT8), 4, torch.int8),
          "dtype=torch.int8, but a group has a transform or a format"),
