@@ -110,7 +110,7 @@ def steps_of(kv_format: fa.kv.Format, stored: fa.kv.Stored) -> torch.Tensor:
 @settings(max_examples=120, deadline=None)
 @given(
     kv_format=formats(), seed=st.integers(0, 2**30), spread=st.floats(0, 8), zeros=st.booleans(),
-    offset=st.sampled_from([0.0, 0.0, 3.0, 100.0]),
+    offset=st.sampled_from([0.0, 0.0, 3.0, 10.0]),
 )  # fmt: skip
 def test_values_keep_within_a_step(kv_format, seed, spread, zeros, offset) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -291,7 +291,7 @@ class FewRow {
         using Read = typename decltype(k)::Element;
         // Several groups never read keys that are converted once.
         if constexpr (kIntegerKeys && !same<Read, Matrix>)
-          integer_scores<kDim, rows.count, kTileRows>(k, keys, reinterpret_cast<const int8_t*>(s.q),
+          integer_scores<kDim, rows.count, rows.several>(k, keys, reinterpret_cast<const int8_t*>(s.q),
                                                       s.queries, groups, scale, s_, kTileKv, fetch);
         else if constexpr (!kConvertOnce || rows.several == same<Read, Matrix>)
           few_scores<Matrix, Read, kDim, rows.count>(k, keys, s.q, groups, scale, s_, kTileKv,
@@ -327,10 +327,10 @@ class FewRow {
 #endif
       with_rows(count, [&](auto rows, int groups) {
         if constexpr (kIntegerValues)
-          return integer_values<kDimV, rows.count, kTileKv>(
-              v, keys, reinterpret_cast<const int8_t*>(s_), kTileKv * 4, weights_, groups, s.o,
+          return integer_values<kDimV, rows.count, kTileKv, kTileKv * 4>(
+              v, keys, reinterpret_cast<const int8_t*>(s_), weights_, groups, s.o,
               [&]() __attribute__((always_inline)) {
-                next_v.template next<kBytesV * 128 / kDimV>();
+                next_v.template next<4 * kBytesV / kValuePasses<V, kDimV, rows.count>>();
               });
         constexpr int steps = ValueParts<kDimV, rows.count>::count;  // for a row
         constexpr int piece = kBytesV * ValueStep<Matrix, Value, kDimV>::kKeys / steps;

@@ -226,20 +226,30 @@ FAJIT_ROUND(trunc, 11, __builtin_truncf)
 
 // --- reductions -------------------------------------------------------------------------------
 
+// Lane i of the result is lane i ^ step of x.
+FAJIT_INLINE vf exchanged(vf x, int step) {
+#if defined(__clang__)
+  vf r;
+  for (int i = 0; i < kLanes; ++i) r[i] = x[i ^ step];
+  return r;
+#else
+  return __builtin_shuffle(x, iota() ^ step);
+#endif
+}
+
 // Sums and maxima over lanes in a fixed tree, so that results do not depend on the compiler.
 FAJIT_INLINE float reduce_add(vf x) {
-  float t[kLanes];
-  __builtin_memcpy(t, &x, sizeof t);
-  for (int w = kLanes / 2; w > 0; w /= 2)
-    for (int i = 0; i < w; ++i) t[i] += t[i + w];
-  return t[0];
+#pragma GCC unroll 4
+  for (int step = kLanes / 2; step > 0; step /= 2) x = x + exchanged(x, step);
+  return x[0];
 }
 FAJIT_INLINE float reduce_max(vf x) {
-  float t[kLanes];
-  __builtin_memcpy(t, &x, sizeof t);
-  for (int w = kLanes / 2; w > 0; w /= 2)
-    for (int i = 0; i < w; ++i) t[i] = t[i + w] > t[i] ? t[i + w] : t[i];
-  return t[0];
+#pragma GCC unroll 4
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    const vf other = exchanged(x, step);
+    x = other > x ? other : x;
+  }
+  return x[0];
 }
 
 }  // namespace fajit

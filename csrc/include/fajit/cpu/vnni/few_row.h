@@ -23,6 +23,11 @@ constexpr bool kIntegers<bfloat16_t, int4x2_t, Dim> = Dim == 64 || Dim % 128 == 
 template <class Code>
 constexpr int kCodeZero = same<Code, int8_t> ? 128 : 8;
 
+template <int N>
+struct Part {
+  static constexpr int value = N;
+};
+
 // What a row has beside its bytes: the sum of its integers.
 struct IntegerRow {
   float unit;
@@ -57,11 +62,6 @@ FAJIT_INLINE IntegerRow integer_row(const float* x, int n, int8_t* bytes) {
   return {unit + reduce_add(finite), static_cast<int32_t>(reduce_add(to_float(sum)))};
 }
 
-// a + the products of four unsigned bytes with four signed ones, in each lane.
-FAJIT_INLINE vi add_products(vi a, vi x, vi y) {
-  typedef int vnni __attribute__((vector_size(64)));
-  return (vi)__builtin_ia32_vpdpbusd_v16si((vnni)a, (vnni)x, (vnni)y);
-}
 typedef int8_t v64 __attribute__((vector_size(64)));
 
 // The lower, or the upper, halves of each 128 bits of a and b, interleaved.
@@ -77,128 +77,228 @@ FAJIT_UNPACK(unpack_low_words, "vpunpcklwd")
 FAJIT_UNPACK(unpack_high_words, "vpunpckhwd")
 #undef FAJIT_UNPACK
 
-// 64 codes of a row of Dim from dim `d` on. Those of 4 bits are c + 8 already.
-template <int Dim>
-FAJIT_INLINE v64 code_bytes(const int8_t* row, int d) { return load<v64>(row + d); }
-template <int Dim>
-FAJIT_INLINE v64 code_bytes(const int4x2_t* row, int d) {
-  constexpr int half = Dim / 2;
-  if constexpr (half == 32) {
-    typedef uint64_t v8 __attribute__((vector_size(64)));
-    v8 x;
-    asm("vbroadcasti64x4 %1, %0" : "=v"(x) : "m"(*reinterpret_cast<const char (*)[32]>(row)));
-    constexpr v8 shift = {0, 0, 0, 0, 4, 4, 4, 4};
-    return (v64)((x >> shift) & 0x0f0f0f0f0f0f0f0f);
-  } else {
-    return (v64)((load<vi>(row + d % half) >> (d < half ? 0 : 4)) & 0x0f0f0f0f);
-  }
-}
-template <class Code>
-FAJIT_INLINE vi unsigned_codes(vi x) {
-  return same<Code, int8_t> ? x ^ static_cast<int32_t>(0x80808080u) : x;
+// a + the products of four unsigned bytes of x with four signed ones at base + offset, the same in
+// all lanes. The offset is a constant once loops are unrolled: gcc 12 would load the bytes by an
+// instruction of its own, or with "m" compute all addresses beforehand and spill them.
+FAJIT_INLINE vi add_products_with(vi a, vi x, const int8_t* base, int offset) {
+#if defined(__clang__) || defined(__SANITIZE_ADDRESS__) || !defined(__OPTIMIZE__)
+  typedef int vnni __attribute__((vector_size(64)));
+  int32_t bytes;
+  __builtin_memcpy(&bytes, base + offset, 4);
+  return (vi)__builtin_ia32_vpdpbusd_v16si((vnni)a, (vnni)x, (vnni)splat(bytes));
+#else
+  asm("vpdpbusd %c3(%2)%{1to16%}, %1, %0"
+      : "+v"(a)
+      : "v"(x), "r"(base), "i"(offset), "m"(*reinterpret_cast<const char (*)[]>(base)));
+  return a;
+#endif
 }
 
-// few_scores for such rows, MaxRows at most: `q` has 2 * Dim bytes a row.
-template <int Dim, int NR, int MaxRows, class KeyRows, class Fetch>
+// How rows of Dim codes lie in vectors of 64 bytes, and what a vector has.
+template <class Code, int Dim>
+struct CodeVectors {
+  static constexpr int kRowBytes = elements_of<Code>(Dim);
+  static constexpr int kCount = (kRowBytes + 63) / 64;  // vectors of a row
+  static constexpr int kParts = kPerElement<Code>;      // codes of a byte
+  static constexpr bool kHalf = kRowBytes == 32;
+
+  // A vector of a row; of rows of 32 bytes, half a vector.
+  static FAJIT_INLINE vi load_row(const Code* row, int vector) {
+    if constexpr (kHalf) {
+      vi x;
+      asm("vmovdqu64 %1, %t0" : "=v"(x) : "m"(*reinterpret_cast<const char (*)[32]>(row)));
+      return x;
+    } else {
+      return load<vi>(row + vector * 64);
+    }
+  }
+  // One code of each byte, unsigned: of its low or of its high bits.
+  template <int part>
+  static FAJIT_INLINE vi codes_of(vi x) {
+    if constexpr (same<Code, int8_t>) return x ^ static_cast<int32_t>(0x80808080u);
+    return (part ? x >> 4 : x) & 0x0f0f0f0f;
+  }
+};
+
+// few_scores for such rows. Lanes are keys: the words of 16 rows are transposed, and each word, of
+// four or eight dims, is multiplied by that of a row of Q. Lanes over dims would take a tree of
+// exchanges for each sum. `q` has 2 * Dim bytes a row.
+template <int Dim, int NR, bool Several, class KeyRows, class Fetch>
 FAJIT_INLINE void integer_scores(KeyRows k, int count, const int8_t* q, const IntegerRow* rows,
                                  int groups, float scale, float* s, int s_stride, Fetch fetch) {
   using Code = typename KeyRows::Element;
-  constexpr int keys = kLanes / NR;
-  // Of the lanes of a group's sums.
-  alignas(64) float units[MaxRows * keys];
-  alignas(64) int32_t offsets[MaxRows * keys];
-  for (int i = 0; i < groups * kLanes; ++i) {
-    units[i] = rows[i / keys].unit * scale;
-    offsets[i] = kCodeZero<Code> * rows[i / keys].sum;
-  }
-  for (int n = 0; n < count; n += keys) {
-    const Code* key[keys];
-#pragma GCC unroll 16
-    for (int i = 0; i < keys; ++i) {
-      key[i] = k(n + i < count ? n + i : count - 1);
-      fetch();
-    }
+  using Vectors = CodeVectors<Code, Dim>;
+  constexpr int words = Vectors::kRowBytes / 4, in_vector = words < 16 ? words : 16;
+  constexpr int chains = NR == 1 ? 2 : 1;  // products have a latency of four
+  alignas(64) int32_t kept[Several ? words * kLanes : 1];
+  for (int n = 0; n < count; n += kLanes) {
+    const auto group = [&](int g, auto words_of) __attribute__((always_inline)) {
+      const int8_t* const of_group = q + g * NR * 2 * Dim;
+      vi acc[NR][2][chains] = {};
 #pragma GCC unroll 1
-    for (int g = 0; g < groups; ++g) {
-      const int8_t* of_group = q + g * NR * 2 * Dim;
-      vi acc[NR * keys] = {};
-      const auto add = [&](int limb) __attribute__((always_inline)) {
-        for (int d = 0; d < Dim; d += 64) {
+      for (int c = 0; c < Vectors::kCount; ++c) {
+        vi x[kLanes];
+        words_of(c, x);
+        const int8_t* const at = of_group + c * 64;
+        const auto add = [&](auto part) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-          for (int i = 0; i < keys; ++i) {
-            const vi x = unsigned_codes<Code>((vi)code_bytes<Dim>(key[i], d));
+          for (int j = 0; j < in_vector; ++j) {
+            const vi codes = Vectors::template codes_of<part.value>(x[j]);
+            // As many as keys, evenly: in a burst they took 1.2 times as long.
+            constexpr int every = words >= kLanes ? words / kLanes : 1;
+            if (g == 0 && part.value == 0 && j % every == 0) {
+              fetch();
+              if constexpr (words < kLanes) fetch();
+            }
 #pragma GCC unroll 4
             for (int r = 0; r < NR; ++r)
-              acc[r * keys + i] =
-                  add_products(acc[r * keys + i], x, load<vi>(of_group + (2 * r + limb) * Dim + d));
+#pragma GCC unroll 2
+              for (int limb = 0; limb < 2; ++limb)
+                acc[r][limb][j % chains] = add_products_with(
+                    acc[r][limb][j % chains], codes, at,
+                    (2 * r + limb) * Dim + part.value * (Dim / 2) + 4 * j);
           }
-        }
-      };
-      add(0);
-#pragma GCC unroll 16
-      for (int i = 0; i < NR * keys; ++i) acc[i] <<= 8;
-      add(1);
-      float lanes[kLanes];
-      const vi sums = reduce_columns(acc) - load<vi>(offsets + g * kLanes);
-      store(lanes, to_float(sums) * load(units + g * kLanes));
-      float* out = s + g * NR * s_stride + n;
+        };
+        add(Part<0>{});
+        if constexpr (Vectors::kParts == 2) add(Part<1>{});
+      }
 #pragma GCC unroll 4
-      for (int r = 0; r < NR; ++r)
-        __builtin_memcpy(out + r * s_stride, lanes + r * keys, keys * sizeof(float));
+      for (int r = 0; r < NR; ++r) {
+        const IntegerRow& of_row = rows[g * NR + r];
+        vi sum = ((acc[r][0][0] + acc[r][0][chains - 1] * (chains - 1)) << 8) + acc[r][1][0] +
+                 acc[r][1][chains - 1] * (chains - 1);
+        sum -= kCodeZero<Code> * of_row.sum;
+        store(s + (g * NR + r) * s_stride + n, to_float(sum) * (of_row.unit * scale));
+      }
+    };
+    const auto transposed = [&](int c, vi(&x)[kLanes]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i)
+        x[i] = Vectors::load_row(k(n + i < count ? n + i : count - 1), c);
+      transpose(x);
+    };
+    if constexpr (!Several) {
+      group(0, transposed);
+    } else {
+      group(0, [&](int c, vi(&x)[kLanes]) __attribute__((always_inline)) {
+        transposed(c, x);
+#pragma GCC unroll 16
+        for (int j = 0; j < in_vector; ++j) store(kept + (c * kLanes + j) * kLanes, x[j]);
+      });
+#pragma GCC unroll 1
+      for (int g = 1; g < groups; ++g)
+        group(g, [&](int c, vi(&x)[kLanes]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+          for (int j = 0; j < in_vector; ++j) x[j] = load<vi>(kept + (c * kLanes + j) * kLanes);
+        });
     }
   }
 }
+
+// Rows of codes by four keys: x[i] has 16 dims, a byte a key. The codes of low bits come before those
+// of high ones, and in the order that `ordered_integer_dims` undoes.
+template <class Code, int Dim>
+constexpr int kKeyVectors = CodeVectors<Code, Dim>::kHalf ? 4 : 4 * kPerElement<Code>;
+template <class Code, int Dim, class ValueRows>
+FAJIT_INLINE void interleave_keys(const ValueRows& v, int n, int count, int vector,
+                                  vi (&x)[kKeyVectors<Code, Dim>]) {
+  using Vectors = CodeVectors<Code, Dim>;
+  v64 row[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const vi bytes = Vectors::load_row(v(n + i < count ? n + i : count - 1), vector);
+    if constexpr (Vectors::kHalf) {
+      const vi both = (vi)__builtin_shuffle(bytes, iota() & 7);
+      row[i] = (v64)((iota() < 8 ? both : both >> 4) & 0x0f0f0f0f);
+    } else {
+      row[i] = (v64)bytes;
+    }
+  }
+  // Bytes of two keys, then words of two such pairs.
+  const v64 low0 = unpack_low_bytes(row[0], row[1]), low1 = unpack_low_bytes(row[2], row[3]);
+  const v64 high0 = unpack_high_bytes(row[0], row[1]), high1 = unpack_high_bytes(row[2], row[3]);
+  const vi bytes[4] = {(vi)unpack_low_words(low0, low1), (vi)unpack_high_words(low0, low1),
+                       (vi)unpack_low_words(high0, high1), (vi)unpack_high_words(high0, high1)};
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (Vectors::kHalf) {
+      x[i] = bytes[i];
+    } else {
+      x[i] = Vectors::template codes_of<0>(bytes[i]);
+      if constexpr (Vectors::kParts == 2) x[4 + i] = Vectors::template codes_of<1>(bytes[i]);
+    }
+  }
+}
+
+// Passes over four keys, for a group of NR rows.
+template <class Code, int Dim, int NR>
+constexpr int kValuePasses =
+    CodeVectors<Code, Dim>::kCount * (NR == 1 ? 1 : kKeyVectors<Code, Dim> / 2);
+
 // o[row][0, Dim) += sum over `count` keys of p[row] v for groups of NR rows. `p`: bytes of weights,
-// those of a row N high and N low ones, zero from `count` on, `p_stride` bytes apart. Dims of O are
+// those of a row N high and N low ones, zero from `count` on, Stride bytes apart. Dims of O are
 // in the order that `ordered_integer_dims` undoes. `fetch()` issues the prefetches of four keys, in
-// Dim / 32 parts.
-template <int Dim, int NR, int N, class ValueRows, class Fetch>
-FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, int p_stride,
-                                 const IntegerRow* rows, int groups, float* o, Fetch fetch) {
+// kValuePasses parts. One row is multiplied as codes are decoded, by all of them; several read them decoded, from L1.
+template <int Dim, int NR, int N, int Stride, class ValueRows, class Fetch>
+FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const IntegerRow* rows,
+                                 int groups, float* o, Fetch fetch) {
   static_assert(N <= 256);  // sums fit 32 bits
   using Code = typename ValueRows::Element;
+  using Vectors = CodeVectors<Code, Dim>;
+  constexpr int width = kKeyVectors<Code, Dim>, steps = N / 4;
+  constexpr int pass = NR == 1 ? width : 2;  // vectors whose sums are in registers
+  alignas(64) int32_t decoded[NR == 1 ? 1 : width * steps * kLanes];
 #pragma GCC unroll 1
-  for (int g = 0; g < groups; ++g) {
-    const int8_t* weights = p + g * NR * p_stride;
+  for (int c = 0; c < Vectors::kCount; ++c) {
+    // Sums of vectors [first, first + pass) for a group of rows; read(step, x) gives their codes.
+    const auto add = [&](int g, int first, auto read) __attribute__((always_inline)) {
+      const int8_t* const weights = p + g * NR * Stride;
+      vi acc[NR][2][pass] = {};
+      for (int n = 0; n < count; n += 4) {
+        vi x[pass];
+        read(n, x);
+        if (g == 0) fetch();
+#pragma GCC unroll 4
+        for (int r = 0; r < NR; ++r)
+#pragma GCC unroll 2
+          for (int limb = 0; limb < 2; ++limb)
+#pragma GCC unroll 8
+            for (int j = 0; j < pass; ++j)
+              acc[r][limb][j] =
+                  add_products_with(acc[r][limb][j], x[j], weights + n, r * Stride + limb * N);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < NR; ++r) {
+        const IntegerRow& of_row = rows[g * NR + r];
+#pragma GCC unroll 8
+        for (int j = 0; j < pass; ++j) {
+          const int vector = first + j, part = vector / 4;
+          float* at = o + (g * NR + r) * Dim + part * (Dim / 2) + c * 64 + vector % 4 * kLanes;
+          const vi sum = (acc[r][0][j] << 8) + acc[r][1][j] - kCodeZero<Code> * of_row.sum;
+          store(at, load(at) + to_float(sum) * of_row.unit);
+        }
+      }
+    };
+    if constexpr (NR == 1) {
+      add(0, 0, [&](int n, vi(&x)[width]) __attribute__((always_inline)) {
+        interleave_keys<Code, Dim>(v, n, count, c, x);
+      });
+    } else {
+      for (int n = 0; n < count; n += 4) {
+        vi x[width];
+        interleave_keys<Code, Dim>(v, n, count, c, x);
+#pragma GCC unroll 8
+        for (int j = 0; j < width; ++j) store(decoded + (j * steps + n / 4) * kLanes, x[j]);
+      }
 #pragma GCC unroll 1
-    for (int d = 0; d < Dim; d += 64) {
-      const auto half = [&](auto unpack, float* out) __attribute__((always_inline)) {
-        vi high[NR][2] = {}, low[NR][2] = {};
-        for (int n = 0; n < count; n += 4) {
-          v64 row[4];
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) row[i] = code_bytes<Dim>(v(n + i < count ? n + i : count - 1), d);
-          if (g == 0) fetch();
-          // Dims by four keys: bytes of two keys, then words of two such pairs.
-          const v64 first = unpack(row[0], row[1]), second = unpack(row[2], row[3]);
-          const vi x[2] = {unsigned_codes<Code>((vi)unpack_low_words(first, second)),
-                           unsigned_codes<Code>((vi)unpack_high_words(first, second))};
-#pragma GCC unroll 4
-          for (int r = 0; r < NR; ++r) {
-            const int8_t* of_row = weights + r * p_stride + n;
-            const vi a = splat(*reinterpret_cast<const int32_t*>(of_row));
-            const vi b = splat(*reinterpret_cast<const int32_t*>(of_row + N));
+      for (int g = 0; g < groups; ++g)
+#pragma GCC unroll 1
+        for (int first = 0; first < width; first += pass)
+          add(g, first, [&](int n, vi(&x)[pass]) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-            for (int j = 0; j < 2; ++j) {
-              high[r][j] = add_products(high[r][j], x[j], a);
-              low[r][j] = add_products(low[r][j], x[j], b);
-            }
-          }
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < NR; ++r) {
-          const IntegerRow& of_row = rows[g * NR + r];
-#pragma GCC unroll 2
-          for (int j = 0; j < 2; ++j) {
-            float* at = out + r * Dim + j * kLanes;
-            const vi sum = (high[r][j] << 8) + low[r][j] - kCodeZero<Code> * of_row.sum;
-            store(at, load(at) + to_float(sum) * of_row.unit);
-          }
-        }
-      };
-      float* out = o + g * NR * Dim + d;
-      half([](v64 a, v64 b) { return unpack_low_bytes(a, b); }, out);
-      half([](v64 a, v64 b) { return unpack_high_bytes(a, b); }, out + 2 * kLanes);
+            for (int j = 0; j < pass; ++j)
+              x[j] = load<vi>(decoded + ((first + j) * steps + n / 4) * kLanes);
+          });
     }
   }
 }
@@ -219,10 +319,12 @@ FAJIT_INLINE void ordered_integer_dims(float* o) {
 struct IntegerRow {};
 template <int N>
 IntegerRow integer_row(const float* x, int n, int8_t* bytes);
-template <int Dim, int NR, int MaxRows, class... Arguments>
+template <int Dim, int NR, bool Several, class... Arguments>
 void integer_scores(Arguments...);
-template <int Dim, int NR, int N, class... Arguments>
+template <int Dim, int NR, int N, int Stride, class... Arguments>
 void integer_values(Arguments...);
+template <class Code, int Dim, int NR>
+constexpr int kValuePasses = 1;
 template <int Dim>
 void ordered_integer_dims(float* o);
 #endif
