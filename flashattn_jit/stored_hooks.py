@@ -2,7 +2,7 @@
 
 Scales, zero points and codebooks are params of variants that are composed with the caller's own:
 masks, batches, cascades and manifests treat them like any other variant. Kernels recognise hooks
-that multiply rows by numbers, and read such rows where they are (variants/lower/row_scale.py).
+that multiply rows by numbers, and read such rows where they are (variants/lower/row_numbers.py).
 """
 
 from __future__ import annotations

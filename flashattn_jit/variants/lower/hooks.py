@@ -19,7 +19,7 @@ from ..ir.ir import HOOK_INPUTS, ROW_HOOKS, Graph, VariantIR
 from . import pair, row
 from .block import straight_line
 from .expressions import TAG, Uniforms, arguments, literal
-from .row_scale import row_scale
+from .row_numbers import lower_numbers, row_numbers
 
 _FLAGS = {
     "kScore": "score_mod",
@@ -32,9 +32,7 @@ _FLAGS = {
     "kPointwise": "pointwise",
     "kPointwiseScale": "pointwise_scale",
 }
-_SCALED = {"key_scale": "key_mod", "value_scale": "value_mod"}
-_SCALE_FLAGS = {"kKeyScale": "key_scale", "kValueScale": "value_scale"}
-
+_DECODED = {"KeyNumbers": "key_mod", "ValueNumbers": "value_mod"}
 
 Backend = Literal["cpu", "cuda"]
 _DECLARE = {"cpu": "static", "cuda": "FAJIT_FN static"}
@@ -46,12 +44,6 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
     flags = [
         f"  static constexpr bool {flag} = {literal(variant.has(hook), 'bool')};"
         for flag, hook in _FLAGS.items()
-    ]
-    scales = _row_scales(variant) if backend == "cpu" else {}
-    flags += [
-        f"  static constexpr bool {flag} = {literal(hook in scales, 'bool')};"
-        for flag, hook in _SCALE_FLAGS.items()
-        if backend == "cpu"
     ]
     uniforms = Uniforms() if backend == "cuda" else None
     rows = _row_hooks(variant, uniforms)
@@ -67,27 +59,13 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
     if uniforms is not None:
         parts.insert(1, uniforms.text())
     parts += [text for text, _ in rows]
-    parts += [_scale_function(variant, hook, graph) for hook, graph in scales.items()]
+    if backend == "cpu":
+        for struct, hook in _DECODED.items():
+            found = row_numbers(variant.hook(hook))
+            parts.append(lower_numbers(struct, found, variant.tensors))
     parts.append(_classify(variant, declare))
     body = "\n\n".join(p for p in parts if p)
     return f"struct Hooks {{\n{body}\n}};\n"
-
-
-def _row_scales(variant: VariantIR) -> dict[str, Graph]:
-    """The factors of hooks that do no more than multiply a row of k or v by one number."""
-    found = ((scale, row_scale(variant.hook(hook))) for scale, hook in _SCALED.items())
-    return {scale: graph for scale, graph in found if graph is not None}
-
-
-def _scale_function(variant: VariantIR, scale: str, graph: Graph) -> str:
-    """`key_scale` or `value_scale`: the factors of a vector of keys."""
-    lines, value = straight_line(graph, variant.tensors, f"{scale}_", None)
-    listed = "int32_t b, int32_t kv_h, vi kv_idx".replace(", ", ", [[maybe_unused]] ")
-    body = "".join(f"    {line}\n" for line in lines)
-    return (
-        f"  static vf {scale}([[maybe_unused]] const Context& c, [[maybe_unused]] {listed}) {{\n"
-        f"{body}    return ops::widen<vf>({value});\n  }}"
-    )
 
 
 def _row_hooks(variant: VariantIR, uniforms: Uniforms | None) -> list[tuple[str, int]]:

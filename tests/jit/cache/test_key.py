@@ -75,7 +75,7 @@ GENERATOR = {
     "variants/ir/ir.py",
     *(
         f"variants/lower/{name}.py"
-        for name in ("block", "expressions", "hooks", "pair", "row", "row_scale", "score")
+        for name in ("block", "expressions", "hooks", "pair", "row", "row_numbers", "score")
     ),
 }
 

@@ -14,7 +14,9 @@ namespace fajit {
 template <class Config, int Most>
 int items_together(const fajit_args& a, const fajit_work* w, int32_t left) {
   if (Most == 1 || w->request < 0 || left < 2) return 1;
-  if (a.k_stride[1] != Config::kHeadDim || a.v_stride[1] != Config::kHeadDimV) return 1;
+  if (a.k_stride[1] != elements_of<typename Config::K>(Config::kHeadDim) ||
+      a.v_stride[1] != elements_of<typename Config::V>(Config::kHeadDimV))
+    return 1;
   const int32_t group = a.num_q_heads / a.num_kv_heads, rows = w->row_end - w->row_begin;
   int n = 1;
   while (n < Most && n < left && (n + 1) * rows <= 64) {

@@ -11,11 +11,13 @@
 // On AMX, products of bf16 with more than one row use AMX tiles (amx/few_row.h), and kTileQ is up
 // to 32.
 //
-// Rows of K or V are copied to a buffer only when a key_mod or value_mod does more than scale them,
-// or when the head dim does not fill vectors (a load would reach past the row).
+// Rows of K or V are copied to a buffer only when a key_mod or value_mod does more than decode them,
+// when codes have a codebook or groups of channels and are not multiplied as integers, or when the
+// head dim does not fill vectors (a load would reach past the row).
 #pragma once
+#include <fajit/cpu/codes/integers.h>
+#include <fajit/cpu/codes/numbers.h>
 #include <fajit/cpu/few_row_kernel.h>
-#include <fajit/cpu/vnni/few_row.h>
 #if FAJIT_AMX
 #include <fajit/cpu/amx/few_row.h>
 #endif
@@ -46,13 +48,11 @@ class FewRow {
       Config::kHeadDim % (kPerElement<K> * KeyVector<Matrix, Matrix, 0>::kElements) == 0;
   static constexpr bool kWholeValues =
       Config::kHeadDimV % (kPerElement<V> * ValueStep<Matrix, Matrix, 0>::kVectors * kLanes) == 0;
-  // A hook that multiplies rows by one number scales the scores or the weights instead.
-  static constexpr bool kScaleScores = Hooks::kKeyScale && kWholeKeys;
-  static constexpr bool kScaleWeights = Hooks::kValueScale && kWholeValues;
-  static constexpr bool kKeysInPlace =
-      kScaleScores || (!Hooks::kKeyMod && kWholeKeys);
-  static constexpr bool kValuesInPlace =
-      kScaleWeights || (!Hooks::kValueMod && kWholeValues);
+  // What hooks that only decode rows need.
+  using KeyNumbers = typename Hooks::KeyNumbers;
+  using ValueNumbers = typename Hooks::ValueNumbers;
+  static constexpr bool kDecodesKeys = KeyNumbers::kGroups > 0,
+                        kDecodesValues = ValueNumbers::kGroups > 0;
   static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
 #if FAJIT_AMX
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
@@ -75,9 +75,20 @@ class FewRow {
   // threads, timed by hand).
   static constexpr int kVectorRows = 1;
 
-  // int8 keys and values are multiplied as integers.
-  static constexpr bool kIntegerKeys = !kTiles && kKeysInPlace && kIntegers<Matrix, K, kDim>;
-  static constexpr bool kIntegerValues = !kTiles && kValuesInPlace && kIntegers<Matrix, V, kDimV>;
+  // Integer keys and values are multiplied as integers.
+  static constexpr bool kIntegerKeys =
+      !kTiles && kIntegers<Matrix, K, kDim> && kWholeKeys && kIntegerGroups<KeyNumbers, kDim>;
+  static constexpr bool kIntegerValues = !kTiles && kIntegers<Matrix, V, kDimV> &&
+                                         kWholeValues && kIntegerGroups<ValueNumbers, kDimV>;
+  // One scale of a row multiplies its scores or its weight instead.
+  static constexpr bool kScaleScores = !kIntegerKeys && kWholeKeys && kIsScale<KeyNumbers>;
+  static constexpr bool kScaleWeights = !kIntegerValues && kWholeValues && kIsScale<ValueNumbers>;
+  static constexpr bool kKeysInPlace =
+      kIntegerKeys || kScaleScores || (!Hooks::kKeyMod && kWholeKeys);
+  static constexpr bool kValuesInPlace =
+      kIntegerValues || kScaleWeights || (!Hooks::kValueMod && kWholeValues);
+  // Groups of channels whose weights differ.
+  static constexpr int kWeightGroups = kIntegerValues ? ValueNumbers::kGroups : 1;
 
   // Keys that several groups of rows read are converted once, where that costs more than a shift.
   static constexpr bool kConvertOnce = !kTiles && !kIntegerKeys && kKeysInPlace &&
@@ -119,15 +130,19 @@ class FewRow {
       : c_(c),
         q_(carver.take<Matrix>(uint64_t{kMaxHeads} * kTileRows * kDim)),
         o_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kDimV)),
-        s_(carver.take<float>(uint64_t{kTileRows} * kTileKv)),
+        s_(carver.take<float>(uint64_t{kWeightGroups} * kTileRows * kTileKv)),
         qt_(carver.take<int32_t>(kTiles ? uint64_t{kMaxHeads} * kTileRows * kDim / 2 : 0)),
         k_rows_(kKeysInPlace && !kConvertOnce ? nullptr
                                               : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
         pairs_(carver.take<int32_t>(kTiles ? uint64_t{kTileKv} / 2 * kDimV : 0)),
-        value_scales_(carver.take<float>(kScaleWeights ? kTileKv : 0)),
+        key_numbers_(carver.take<float>(uint64_t{kMaxHeads} * KeyNumbers::kCount * kTileKv)),
+        value_numbers_(carver.take<float>(uint64_t{kMaxHeads} * ValueNumbers::kCount * kTileKv)),
         queries_(carver.take<IntegerRow>(kIntegerKeys ? kMaxHeads * kTileRows : 0)),
-        weights_(carver.take<IntegerRow>(kIntegerValues ? kTileRows : 0)),
+        query_sums_(carver.take<int32_t>(
+            kIntegerKeys ? kMaxHeads * kTileRows * (kDim / kLeastGroup) : 0)),
+        weights_(carver.take<IntegerRow>(kIntegerValues ? kWeightGroups * kTileRows : 0)),
+        zero_sums_(carver.take<float>(kIntegerValues ? kWeightGroups * kTileRows : 0)),
         base_(carver.take<float>(kMaxHeads * kPaddedRows)),
         sums_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kLanes)),
         h_(carver.take<int32_t>(kMaxHeads * kPaddedRows)),
@@ -157,10 +172,11 @@ class FewRow {
       if (!tile.follows) start_rows(k, v, ahead_k, ahead_v, heads);
       touch_pages(k, ahead_k + kTileKv);
       touch_pages(v, ahead_v + kTileKv);
+      load_tile_numbers(w, tile, heads);
       RowStream<KeyRows> next_k(k.from(ahead_k, 0), heads * kBytesK);
       RowStream<ValueRows> next_v(v.from(ahead_v, 0), heads * kBytesV);
       for (int j = 0; j < heads; ++j) {
-        run_keys(items[j], head(j), tile, count, k.from(0, j * kStepK), v.from(0, j * kStepV), next_k, next_v);
+        run_keys(items[j], head(j), j, tile, count, k.from(0, j * kStepK), v.from(0, j * kStepV), next_k, next_v);
       }
     }
     for (int j = 0; j < heads; ++j) finish(items[j], head(j), row0, count);
@@ -178,12 +194,33 @@ class FewRow {
   };
 #endif
 
+  // The scales and zero points of a tile's keys, of all heads; those of the tile after it are
+  // prefetched.
+  FAJIT_INLINE void load_tile_numbers([[maybe_unused]] const fajit_work& w, const KvTile& tile,
+                                      [[maybe_unused]] int heads) {
+    if constexpr (kDecodesKeys || kDecodesValues) {
+      const int keys = tile.end - tile.begin;
+      const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
+      for (int n = 0; n < keys; n += kLanes) {
+        const vi kv_idx = kv_.positions(n, iota() + n < keys, keys - 1);
+        if constexpr (kDecodesKeys)
+          load_numbers<KeyNumbers, kTileKv>(c_, b, kv_h, heads, kv_idx, key_numbers_ + n);
+        if constexpr (kDecodesValues)
+          load_numbers<ValueNumbers, kTileKv>(c_, b, kv_h, heads, kv_idx, value_numbers_ + n);
+        const vi next = kv_idx + kTileKv;
+        if constexpr (kDecodesKeys) fetch_numbers<KeyNumbers>(c_, b, kv_h, next);
+        if constexpr (kDecodesValues) fetch_numbers<ValueNumbers>(c_, b, kv_h, next);
+      }
+    }
+  }
+
   // The state of the rows of one kv head.
   struct Head {
     Matrix* q;
     float* o;
     int32_t* qt;
     IntegerRow* queries;
+    int32_t* query_sums;
     float* base;
     float* sums;
     int32_t* h;
@@ -195,6 +232,7 @@ class FewRow {
             o_ + row * kDimV,
             qt_ + (kTiles ? row * kDim / 2 : 0),
             queries_ + (kIntegerKeys ? row : 0),
+            query_sums_ + (kIntegerKeys ? row * (kDim / kLeastGroup) : 0),
             base_ + j * kPaddedRows,
             sums_ + row * kLanes,
             h_ + j * kPaddedRows,
@@ -215,16 +253,18 @@ class FewRow {
       if constexpr (kPairHooks) s.rows[i] = Hooks::rows(c_, row.b, row.h, row.q_idx);
       convert_query<Config, Hooks, kDim>(c_, w, row, s.q + i * kDim);
       if constexpr (kPaired<Matrix, Key, kDim>) paired_row<kDim>(s.q + i * kDim);
-      if constexpr (kIntegerKeys) s.queries[i] = integers_of(s.q + i * kDim);
+      if constexpr (kIntegerKeys)
+        s.queries[i] = integers_of(s.q + i * kDim, s.query_sums + i * (kDim / kLeastGroup));
     }
     if constexpr (kTiles) pack_queries(s, count);
   }
 
   // A row of Q to integers, in place.
-  FAJIT_INLINE IntegerRow integers_of(Matrix* row) {
+  FAJIT_INLINE IntegerRow integers_of(Matrix* row, int32_t* sums) {
     alignas(64) float x[kDim];
     load_row<Matrix, kDim>(row, x);
-    return integer_row<kDim>(x, kDim, reinterpret_cast<int8_t*>(row));
+    return integer_row<kDim>(x, kDim, reinterpret_cast<int8_t*>(row),
+                             KeyNumbers::kGroups > 1 ? sums : nullptr);
   }
 
   // Transposes Q by words, for the products with AMX tiles.
@@ -257,13 +297,18 @@ class FewRow {
   }
 
   // One head's products with a tile of keys, during which as many rows are prefetched.
-  __attribute__((noinline)) void run_keys(const fajit_work& w, const Head& s, const KvTile& tile,
-                                          int count, KeyRows k_src, ValueRows v_src,
+  __attribute__((noinline)) void run_keys(const fajit_work& w, const Head& s, int number,
+                                          const KvTile& tile, int count, KeyRows k_src,
+                                          ValueRows v_src,
                                           RowStream<KeyRows>& next_k,
                                           RowStream<ValueRows>& next_v) {
     const fajit_args& a = *c_.args;
     const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
     const int keys = tile.end - tile.begin;
+    [[maybe_unused]] const float* const key_numbers =
+        key_numbers_ + number * KeyNumbers::kCount * kTileKv;
+    [[maybe_unused]] const float* const value_numbers =
+        value_numbers_ + number * ValueNumbers::kCount * kTileKv;
 
     const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
     // Products with vectors prefetch on their own.
@@ -291,17 +336,25 @@ class FewRow {
         using Read = typename decltype(k)::Element;
         // Several groups never read keys that are converted once.
         if constexpr (kIntegerKeys && !same<Read, Matrix>)
-          integer_scores<kDim, rows.count, rows.several>(k, keys, reinterpret_cast<const int8_t*>(s.q),
-                                                      s.queries, groups, scale, s_, kTileKv, fetch);
+          integer_scores<KeyNumbers, kDim, rows.count, rows.several, kTileKv>(
+              k, keys, key_numbers, reinterpret_cast<const int8_t*>(s.q), s.queries, s.query_sums,
+              groups, scale, s_, kTileKv, fetch);
         else if constexpr (!kConvertOnce || rows.several == same<Read, Matrix>)
           few_scores<Matrix, Read, kDim, rows.count>(k, keys, s.q, groups, scale, s_, kTileKv,
                                                      fetch);
       });
     };
     const auto multiply_converted = [&]() __attribute__((always_inline)) {
-      for (int n = 0; n < keys; ++n)
-        convert_key<Config, Hooks, kDim, !kKeysInPlace>(c_, b, kv_h, kv_.position(n), k_src(n),
-                                                        k_rows_ + n * kDim);
+      if constexpr (kDecodesKeys && !kKeysInPlace) {
+        const Table table = table_of<KeyNumbers>();
+        for (int n = 0; n < keys; ++n)
+          decode_row<KeyNumbers, K, Config::kHeadDim, kDim, kTileKv>(
+              k_src(n), key_numbers + n, table, k_rows_ + n * kDim);
+      } else {
+        for (int n = 0; n < keys; ++n)
+          convert_key<Config, Hooks, kDim, !kKeysInPlace>(c_, b, kv_h, kv_.position(n), k_src(n),
+                                                          k_rows_ + n * kDim);
+      }
       multiply(StridedRows<Matrix>{k_rows_, kDim});
     };
     if constexpr (!kKeysInPlace) {
@@ -312,7 +365,7 @@ class FewRow {
       multiply(k_src);
     }
 
-    soften(s, b, kv_h, tile, count, stream);
+    soften(s, b, kv_h, key_numbers, value_numbers, tile, count, stream);
 
     const int32_t* words = reinterpret_cast<const int32_t*>(s_);
     const auto accumulate = [&](auto v) __attribute__((always_inline)) {
@@ -327,8 +380,8 @@ class FewRow {
 #endif
       with_rows(count, [&](auto rows, int groups) {
         if constexpr (kIntegerValues)
-          return integer_values<kDimV, rows.count, kTileKv, kTileKv * 4>(
-              v, keys, reinterpret_cast<const int8_t*>(s_), weights_, groups, s.o,
+          return integer_values<ValueNumbers, kDimV, rows.count, kTileRows, kTileKv>(
+              v, keys, reinterpret_cast<const int8_t*>(s_), weights_, zero_sums_, groups, s.o,
               [&]() __attribute__((always_inline)) {
                 next_v.template next<4 * kBytesV / kValuePasses<V, kDimV, rows.count>>();
               });
@@ -342,12 +395,25 @@ class FewRow {
     if constexpr (kValuesInPlace) {
       accumulate(v_src);
     } else {
-      for (int n = 0; n < keys; ++n)
-        convert_value<Config, Hooks, kDimV>(c_, b, kv_h, kv_.position(n), v_src(n),
-                                            v_rows_ + n * kDimV);
+      if constexpr (kDecodesValues) {
+        const Table table = table_of<ValueNumbers>();
+        for (int n = 0; n < keys; ++n)
+          decode_row<ValueNumbers, V, Config::kHeadDimV, kDimV, kTileKv>(
+              v_src(n), value_numbers + n, table, v_rows_ + n * kDimV);
+      } else {
+        for (int n = 0; n < keys; ++n)
+          convert_value<Config, Hooks, kDimV>(c_, b, kv_h, kv_.position(n), v_src(n),
+                                              v_rows_ + n * kDimV);
+      }
       accumulate(StridedRows<Matrix>{v_rows_, kDimV});
     }
     stream.next(kTileKv);
+  }
+
+  template <class Numbers>
+  FAJIT_INLINE Table table_of() const {
+    if constexpr (Numbers::kCodebook >= 0) return Table(c_.tensor(Numbers::kCodebook));
+    return Table();
   }
 
   template <int N, bool Several>
@@ -377,7 +443,9 @@ class FewRow {
 
   // Hooks and softmax: scores in s_ become weights in place, o_ is rescaled.
   __attribute__((flatten)) void soften(const Head& head, int32_t b, int32_t kv_h,
-                                       const KvTile& tile, int count, Stream& stream) {
+                                       [[maybe_unused]] const float* key_scales,
+                                       const float* value_numbers, const KvTile& tile, int count,
+                                       Stream& stream) {
     const int keys = tile.end - tile.begin, vectors = (keys + kLanes - 1) / kLanes;
     const bool masked = Hooks::kMask && tile.state != FAJIT_TILE_FULL;
     vf top[kTileRows];
@@ -386,18 +454,12 @@ class FewRow {
       const vi inside = iota() + j * kLanes < keys;
       stream.next(1);
       const vi kv_idx = kv_.positions(j * kLanes, inside, keys - 1);
-      [[maybe_unused]] vf key_scale, value_scale;
-      if constexpr (kScaleScores) key_scale = Hooks::key_scale(c_, b, kv_h, kv_idx);
-      if constexpr (kScaleWeights) {
-        value_scale = Hooks::value_scale(c_, b, kv_h, kv_idx);
-        store(value_scales_ + j * kLanes, value_scale);
-      }
       [[maybe_unused]] Keys key;
       if constexpr (kPairHooks && !kKeysOfRows) key = Hooks::keys(c_, b, kv_h, kv_idx);
       for (int r = 0; r < count; ++r) {
         float* s = s_ + r * kTileKv + j * kLanes;
         vf x = load(s);
-        if constexpr (kScaleScores) x *= key_scale;
+        if constexpr (kScaleScores) x *= load(key_scales + j * kLanes);
         if constexpr (kPairHooks && kKeysOfRows)
           if (r == 0 || b_[r] != b_[r - 1]) key = Hooks::keys(c_, b_[r], kv_h, kv_idx);
         if constexpr (Hooks::kScore) x = Hooks::score(c_, x, head.rows[r], key);
@@ -410,7 +472,6 @@ class FewRow {
         if constexpr (Hooks::kMask)
           if (masked) x = select(Hooks::mask(c_, head.rows[r], key), x, hidden);
         x = select(inside, x, hidden);
-        if constexpr (kScaleWeights && Hooks::kPointwise) x *= value_scale;
         store(s, x);
         top[r] = max(top[r], x);
       }
@@ -418,10 +479,33 @@ class FewRow {
     for (int r = 0; r < count; ++r) {
       stream.next(1);
       if constexpr (!Hooks::kPointwise) normalize_row(head, r, vectors, top[r]);
-      float* const row = s_ + r * kTileKv;
-      if constexpr (kIntegerValues)
-        weights_[r] = integer_row<kTileKv>(row, vectors * kLanes, reinterpret_cast<int8_t*>(row));
-      else pack_row_weights<Matrix, Value, kDimV>(row, vectors * kLanes);
+      put_weights(r, vectors, value_numbers);
+    }
+  }
+
+  // A row of weights as the second product reads them: times the scales of values.
+  FAJIT_INLINE void put_weights(int r, int vectors, [[maybe_unused]] const float* numbers) {
+    float* const row = s_ + r * kTileKv;
+    if constexpr (!kIntegerValues) {
+      if constexpr (kScaleWeights)
+        for (int n = 0; n < vectors * kLanes; n += kLanes)
+          store(row + n, load(row + n) * load(numbers + n));
+      pack_row_weights<Matrix, Value, kDimV>(row, vectors * kLanes);
+    } else {
+      for (int g = kWeightGroups; g-- > 0;) {  // the first group's replace the row
+        float* const own = row + g * kTileRows * kTileKv;
+        const float* const scales = numbers + g * kTileKv;
+        [[maybe_unused]] vf zeros{};
+        for (int n = 0; n < vectors * kLanes; n += kLanes) {
+          const vf x = load(row + n) * load(scales + n);
+          if constexpr (ValueNumbers::kZeros)
+            zeros += x * load(scales + ValueNumbers::kGroups * kTileKv + n);
+          store(own + n, x);
+        }
+        const int at = g * kTileRows + r;
+        if constexpr (ValueNumbers::kZeros) zero_sums_[at] = reduce_add(zeros);
+        weights_[at] = integer_row<kTileKv>(own, vectors * kLanes, reinterpret_cast<int8_t*>(own));
+      }
     }
   }
 
@@ -445,7 +529,7 @@ class FewRow {
       float* s = s_ + r * kTileKv + j * kLanes;
       const vf x = weight_exp2<float>((load(s) - base) * kToBase2<Hooks>);
       sum += x;
-      store(s, kScaleWeights ? x * load(value_scales_ + j * kLanes) : x);
+      store(s, x);
     }
     store(head.sums + r * kLanes, sum);
   }
@@ -470,8 +554,7 @@ class FewRow {
         const int32_t packed = row0 + first + i;
         float* o = head.o + (first + i) * kDimV;
         for (int d = 0; d < kDimV; d += kLanes) store(o + d, load(o + d) * n.factor[i]);
-        if constexpr (kIntegerValues) ordered_integer_dims<kDimV>(o);
-        else ordered_dims<Matrix, Value, kDimV>(o);
+        if constexpr (!kIntegerValues) ordered_dims<Matrix, Value, kDimV>(o);
         writer.write(packed_row<kIndirect>(*c_.args, w, packed),
                      int64_t{w.partial} - w.row_begin + packed, o, n.lse[i]);
       }
@@ -486,9 +569,12 @@ class FewRow {
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
   int32_t* pairs_;       // [pair of keys][kDimV] of V, for AMX tiles
-  float* value_scales_;  // [key] of one head
+  float* key_numbers_;   // [head][number][key of the tile]
+  float* value_numbers_;
   IntegerRow* queries_;  // [head][row]
-  IntegerRow* weights_;  // [row] of one head
+  int32_t* query_sums_;  // [head][row][kLeastGroup channels]
+  IntegerRow* weights_;  // [group of channels][row] of one head, as s_
+  float* zero_sums_;     // likewise: of weights times zero points
   float* base_;          // [head][row], in the units of scores
   float* sums_;          // [head][row][lane]: partial sums of weights
   int32_t* h_;           // [head][row]

@@ -7,8 +7,12 @@
 //
 //   q . k = unit * (256 high . (k + z) + low . (k + z) - z * sum(256 high + low))
 //
+// Products of a group of channels are multiplied by its scale before they are added, and zero
+// points are products with sums of q.
+//
 // Sums are exact. A value of a row is off by at most 2^-16 of the row's largest.
 #pragma once
+#include <fajit/cpu/codes/numbers.h>
 #include <fajit/cpu/few_row_kernel.h>
 
 namespace fajit {
@@ -20,13 +24,19 @@ template <int Dim>
 constexpr bool kIntegers<bfloat16_t, int8_t, Dim> = Dim % 64 == 0;
 template <int Dim>
 constexpr bool kIntegers<bfloat16_t, int4x2_t, Dim> = Dim == 64 || Dim % 128 == 0;
+constexpr int kLeastGroup = 32;  // channels of a group
+// Whether rows of Dim have groups of channels that products of integers take.
+template <class Numbers, int Dim>
+constexpr bool takes_groups() {
+  if constexpr (Numbers::kGroups > 0)
+    return Numbers::kCodebook < 0 &&
+           (Numbers::kGroups == 1 || Dim / Numbers::kGroups % kLeastGroup == 0);
+  return false;
+}
+template <class Numbers, int Dim>
+constexpr bool kIntegerGroups = takes_groups<Numbers, Dim>();
 template <class Code>
 constexpr int kCodeZero = same<Code, int8_t> ? 128 : 8;
-
-template <int N>
-struct Part {
-  static constexpr int value = N;
-};
 
 // What a row has beside its bytes: the sum of its integers.
 struct IntegerRow {
@@ -36,8 +46,9 @@ struct IntegerRow {
 
 // x[0, n) as integers, n a multiple of kLanes, N at most: high bytes to `bytes`, low ones to
 // `bytes + N`. x may be the same memory. With NaN or an infinite value the unit is NaN.
+// sums: of each kLeastGroup integers, or nullptr.
 template <int N>
-FAJIT_INLINE IntegerRow integer_row(const float* x, int n, int8_t* bytes) {
+FAJIT_INLINE IntegerRow integer_row(const float* x, int n, int8_t* bytes, int32_t* sums = nullptr) {
   vf largest{}, finite{};
   for (int d = 0; d < n; d += kLanes) {
     largest = max(largest, abs(load(x + d)));
@@ -57,6 +68,14 @@ FAJIT_INLINE IntegerRow integer_row(const float* x, int n, int8_t* bytes) {
     store(bytes + d, __builtin_convertvector((q - rest) >> 8, vs));
     store(low + d, __builtin_convertvector(rest, vs));
   }
+  if (sums != nullptr)
+    for (int d = 0; d < n; d += kLeastGroup) {
+      vi total{};
+      for (int i = d; i < d + kLeastGroup; i += kLanes)
+        total += (__builtin_convertvector(load<vs>(bytes + i), vi) << 8) +
+                 __builtin_convertvector(load<vs>(low + i), vi);
+      sums[d / kLeastGroup] = static_cast<int32_t>(reduce_add(to_float(total)));
+    }
   for (int d = 0; d < n; d += kLanes) store(bytes + N + d, load<vs>(low + d));
   // The sum is exact as a float: N is at most 256.
   return {unit + reduce_add(finite), static_cast<int32_t>(reduce_add(to_float(sum)))};
@@ -120,27 +139,57 @@ struct CodeVectors {
   }
 };
 
-// few_scores for such rows. Lanes are keys: the words of 16 rows are transposed, and each word, of
-// four or eight dims, is multiplied by that of a row of Q. Lanes over dims would take a tree of
-// exchanges for each sum. `q` has 2 * Dim bytes a row.
-template <int Dim, int NR, bool Several, class KeyRows, class Fetch>
-FAJIT_INLINE void integer_scores(KeyRows k, int count, const int8_t* q, const IntegerRow* rows,
-                                 int groups, float scale, float* s, int s_stride, Fetch fetch) {
+// few_scores for such rows, times the scales of keys. Lanes are keys: the words of 16 rows are
+// transposed, and each word, of four or eight dims, is multiplied by that of a row of Q. Lanes over
+// dims would take a tree of exchanges for each sum. `q` has 2 * Dim bytes a row, `sums` those of
+// `integer_row`; numbers: those of the tile's keys, Keys apart.
+template <class Numbers, int Dim, int NR, bool Several, int Keys, class KeyRows, class Fetch>
+FAJIT_INLINE void integer_scores(KeyRows k, int count, const float* numbers, const int8_t* q,
+                                 const IntegerRow* rows, const int32_t* sums, int groups,
+                                 float scale, float* s, int s_stride, Fetch fetch) {
   using Code = typename KeyRows::Element;
   using Vectors = CodeVectors<Code, Dim>;
   constexpr int words = Vectors::kRowBytes / 4, in_vector = words < 16 ? words : 16;
   constexpr int chains = NR == 1 ? 2 : 1;  // products have a latency of four
+  // Words whose products are added as integers: of one group of channels.
+  constexpr int channels = Dim / Numbers::kGroups, wide = channels / 4;
+  constexpr bool whole = Numbers::kGroups == 1;
+  constexpr int run = whole ? in_vector : wide < in_vector ? wide : in_vector;
   alignas(64) int32_t kept[Several ? words * kLanes : 1];
   for (int n = 0; n < count; n += kLanes) {
     const auto group = [&](int g, auto words_of) __attribute__((always_inline)) {
       const int8_t* const of_group = q + g * NR * 2 * Dim;
       vi acc[NR][2][chains] = {};
+      vf total[NR] = {};
+      // Adds the products of a group of channels, which begins at channel d.
+      const auto finish = [&](int d) __attribute__((always_inline)) {
+        const int own = whole ? 0 : d / channels;
+        const vf key_scale = load(numbers + own * Keys + n);
+#pragma GCC unroll 4
+        for (int r = 0; r < NR; ++r) {
+          int32_t of_row = whole ? rows[g * NR + r].sum : 0;
+          if constexpr (!whole)
+#pragma GCC unroll 2
+            for (int i = 0; i < run * 4 / kLeastGroup; ++i)
+              of_row += sums[(g * NR + r) * (Dim / kLeastGroup) + d / kLeastGroup + i];
+          vi sum = (acc[r][0][0] << 8) + acc[r][1][0] - kCodeZero<Code> * of_row;
+          if constexpr (chains == 2) sum += (acc[r][0][1] << 8) + acc[r][1][1];
+          vf x = to_float(sum);
+          if constexpr (Numbers::kZeros)
+            x -= load(numbers + (Numbers::kGroups + own) * Keys + n) * static_cast<float>(of_row);
+          total[r] += x * key_scale;
+#pragma GCC unroll 2
+          for (int limb = 0; limb < 2; ++limb)
+#pragma GCC unroll 2
+            for (int i = 0; i < chains; ++i) acc[r][limb][i] = vi{};
+        }
+      };
 #pragma GCC unroll 1
       for (int c = 0; c < Vectors::kCount; ++c) {
         vi x[kLanes];
         words_of(c, x);
         const int8_t* const at = of_group + c * 64;
-        const auto add = [&](auto part) __attribute__((always_inline)) {
+        each_index<Vectors::kParts>([&](auto part) __attribute__((always_inline)) {
 #pragma GCC unroll 16
           for (int j = 0; j < in_vector; ++j) {
             const vi codes = Vectors::template codes_of<part.value>(x[j]);
@@ -157,19 +206,15 @@ FAJIT_INLINE void integer_scores(KeyRows k, int count, const int8_t* q, const In
                 acc[r][limb][j % chains] = add_products_with(
                     acc[r][limb][j % chains], codes, at,
                     (2 * r + limb) * Dim + part.value * (Dim / 2) + 4 * j);
+            if (!whole && (j + 1) % run == 0)
+              finish(part.value * (Dim / 2) + c * 64 + (j + 1 - run) * 4);
           }
-        };
-        add(Part<0>{});
-        if constexpr (Vectors::kParts == 2) add(Part<1>{});
+        });
       }
+      if constexpr (whole) finish(0);
 #pragma GCC unroll 4
-      for (int r = 0; r < NR; ++r) {
-        const IntegerRow& of_row = rows[g * NR + r];
-        vi sum = ((acc[r][0][0] + acc[r][0][chains - 1] * (chains - 1)) << 8) + acc[r][1][0] +
-                 acc[r][1][chains - 1] * (chains - 1);
-        sum -= kCodeZero<Code> * of_row.sum;
-        store(s + (g * NR + r) * s_stride + n, to_float(sum) * (of_row.unit * scale));
-      }
+      for (int r = 0; r < NR; ++r)
+        store(s + (g * NR + r) * s_stride + n, total[r] * (rows[g * NR + r].unit * scale));
     };
     const auto transposed = [&](int c, vi(&x)[kLanes]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
@@ -195,8 +240,8 @@ FAJIT_INLINE void integer_scores(KeyRows k, int count, const int8_t* q, const In
   }
 }
 
-// Rows of codes by four keys: x[i] has 16 dims, a byte a key. The codes of low bits come before those
-// of high ones, and in the order that `ordered_integer_dims` undoes.
+// Rows of codes by four keys: x[i] has 16 adjacent dims, a byte a key; those of low bits come before
+// those of high ones.
 template <class Code, int Dim>
 constexpr int kKeyVectors = CodeVectors<Code, Dim>::kHalf ? 4 : 4 * kPerElement<Code>;
 template <class Code, int Dim, class ValueRows>
@@ -206,13 +251,13 @@ FAJIT_INLINE void interleave_keys(const ValueRows& v, int n, int count, int vect
   v64 row[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const vi bytes = Vectors::load_row(v(n + i < count ? n + i : count - 1), vector);
+    vi bytes = Vectors::load_row(v(n + i < count ? n + i : count - 1), vector);
     if constexpr (Vectors::kHalf) {
-      const vi both = (vi)__builtin_shuffle(bytes, iota() & 7);
-      row[i] = (v64)((iota() < 8 ? both : both >> 4) & 0x0f0f0f0f);
-    } else {
-      row[i] = (v64)bytes;
+      bytes = __builtin_shuffle(bytes, iota() & 7);
+      bytes = (iota() < 8 ? bytes : bytes >> 4) & 0x0f0f0f0f;
     }
+    // Interleaving within 128 bits then leaves dims in order.
+    row[i] = (v64)__builtin_shuffle(bytes, (iota() & 3) * 4 + (iota() >> 2));
   }
   // Bytes of two keys, then words of two such pairs.
   const v64 low0 = unpack_low_bytes(row[0], row[1]), low1 = unpack_low_bytes(row[2], row[3]);
@@ -236,23 +281,36 @@ constexpr int kValuePasses =
     CodeVectors<Code, Dim>::kCount * (NR == 1 ? 1 : kKeyVectors<Code, Dim> / 2);
 
 // o[row][0, Dim) += sum over `count` keys of p[row] v for groups of NR rows. `p`: bytes of weights,
-// those of a row N high and N low ones, zero from `count` on, Stride bytes apart. Dims of O are
-// in the order that `ordered_integer_dims` undoes. `fetch()` issues the prefetches of four keys, in
-// kValuePasses parts. One row is multiplied as codes are decoded, by all of them; several read them decoded, from L1.
-template <int Dim, int NR, int N, int Stride, class ValueRows, class Fetch>
+// times the scales of a group of channels; those of a row N high and N low ones, zero from `count`
+// on, those of a row 4 N bytes after the one before, those of a group of channels Rows rows. zeros:
+// for each of these rows the sum of weights times zero points. `fetch()` issues the prefetches of
+// four keys, in kValuePasses parts. One row is multiplied as codes are decoded, by all of them;
+// several read them decoded, from L1.
+template <class Numbers, int Dim, int NR, int Rows, int N, class ValueRows, class Fetch>
 FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const IntegerRow* rows,
-                                 int groups, float* o, Fetch fetch) {
+                                 const float* zeros, int groups, float* o, Fetch fetch) {
   static_assert(N <= 256);  // sums fit 32 bits
   using Code = typename ValueRows::Element;
   using Vectors = CodeVectors<Code, Dim>;
-  constexpr int width = kKeyVectors<Code, Dim>, steps = N / 4;
+  constexpr int width = kKeyVectors<Code, Dim>, steps = N / 4, stride = 4 * N;
   constexpr int pass = NR == 1 ? width : 2;  // vectors whose sums are in registers
+  constexpr int channels = Dim / Numbers::kGroups;
+  // Vectors after a multiple of `same` have the weights of that one.
+  constexpr int same = channels == Dim ? 8 : channels >= 64 ? 4 : channels / kLanes;
   alignas(64) int32_t decoded[NR == 1 ? 1 : width * steps * kLanes];
 #pragma GCC unroll 1
   for (int c = 0; c < Vectors::kCount; ++c) {
+    // The first dim of vectors in multiples of the first one's.
+    const auto dim_of = [&](int vector) __attribute__((always_inline)) {
+      return (vector / 4) * (Vectors::kParts == 2 && !Vectors::kHalf ? Dim / 2 : 64) + c * 64 +
+             vector % 4 * kLanes;
+    };
     // Sums of vectors [first, first + pass) for a group of rows; read(step, x) gives their codes.
     const auto add = [&](int g, int first, auto read) __attribute__((always_inline)) {
-      const int8_t* const weights = p + g * NR * Stride;
+      const int8_t* of_vector[pass];
+#pragma GCC unroll 8
+      for (int j = 0; j < pass; ++j)
+        of_vector[j] = p + (g * NR + dim_of(first + j) / channels * Rows) * stride;
       vi acc[NR][2][pass] = {};
       for (int n = 0; n < count; n += 4) {
         vi x[pass];
@@ -263,26 +321,27 @@ FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const 
 #pragma GCC unroll 2
           for (int limb = 0; limb < 2; ++limb)
 #pragma GCC unroll 8
-            for (int j = 0; j < pass; ++j)
+            for (int j = 0; j < pass; ++j) {
+              const int8_t* const base = of_vector[j / same * same] + n;
               acc[r][limb][j] =
-                  add_products_with(acc[r][limb][j], x[j], weights + n, r * Stride + limb * N);
+                  add_products_with(acc[r][limb][j], x[j], base, r * stride + limb * N);
+            }
       }
 #pragma GCC unroll 4
-      for (int r = 0; r < NR; ++r) {
-        const IntegerRow& of_row = rows[g * NR + r];
+      for (int r = 0; r < NR; ++r)
 #pragma GCC unroll 8
         for (int j = 0; j < pass; ++j) {
-          const int vector = first + j, part = vector / 4;
-          float* at = o + (g * NR + r) * Dim + part * (Dim / 2) + c * 64 + vector % 4 * kLanes;
-          const vi sum = (acc[r][0][j] << 8) + acc[r][1][j] - kCodeZero<Code> * of_row.sum;
-          store(at, load(at) + to_float(sum) * of_row.unit);
+          const int d = dim_of(first + j), row = d / channels * Rows + g * NR + r;
+          float* at = o + (g * NR + r) * Dim + d;
+          const vi sum = (acc[r][0][j] << 8) + acc[r][1][j] - kCodeZero<Code> * rows[row].sum;
+          vf x = load(at) + to_float(sum) * rows[row].unit;
+          if constexpr (Numbers::kZeros) x -= zeros[row];
+          store(at, x);
         }
-      }
     };
     if constexpr (NR == 1) {
-      add(0, 0, [&](int n, vi(&x)[width]) __attribute__((always_inline)) {
-        interleave_keys<Code, Dim>(v, n, count, c, x);
-      });
+      add(0, 0, [&](int n, vi(&x)[width])
+                    __attribute__((always_inline)) { interleave_keys<Code, Dim>(v, n, count, c, x); });
     } else {
       for (int n = 0; n < count; n += 4) {
         vi x[width];
@@ -302,31 +361,19 @@ FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const 
     }
   }
 }
-
-// Restores the order of dims in a row of O: vector j of 64 dims has dims 16 i + 4 j to 16 i + 4 j +
-// 3 in its quarter i.
-template <int Dim>
-FAJIT_INLINE void ordered_integer_dims(float* o) {
-  for (int d = 0; d < Dim; d += 64) {
-    alignas(64) float dims[64];
-    for (int i = 0; i < 4; ++i)
-      for (int j = 0; j < 4; ++j)
-        __builtin_memcpy(dims + 16 * i + 4 * j, o + d + 16 * j + 4 * i, 4 * sizeof(float));
-    __builtin_memcpy(o + d, dims, sizeof dims);
-  }
-}
 #else  // never called
 struct IntegerRow {};
-template <int N>
-IntegerRow integer_row(const float* x, int n, int8_t* bytes);
-template <int Dim, int NR, bool Several, class... Arguments>
+template <int N, class... Arguments>
+IntegerRow integer_row(Arguments...);
+template <class Numbers, int Dim, int NR, bool Several, int Keys, class... Arguments>
 void integer_scores(Arguments...);
-template <int Dim, int NR, int N, int Stride, class... Arguments>
+template <class Numbers, int Dim, int NR, int Rows, int N, class... Arguments>
 void integer_values(Arguments...);
 template <class Code, int Dim, int NR>
 constexpr int kValuePasses = 1;
-template <int Dim>
-void ordered_integer_dims(float* o);
+template <class Numbers, int Dim>
+constexpr bool kIntegerGroups = false;
+constexpr int kLeastGroup = 32;
 #endif
 
 }  // namespace fajit

@@ -1,0 +1,241 @@
+"""The numbers of a `key_mod` or `value_mod` that decodes its row: ``scale * (value - zero)``.
+
+Kernels of few rows read such rows where they are stored: (q . k) * scale is q . (k * scale), and
+weight * scale belongs to the value. A quantised cache is read like any other then, at the cost of
+one multiplication per score. Groups of channels may have numbers of their own, and the value may be
+looked up in a codebook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..ir.ir import HOOK_INPUTS, Graph, GraphBuilder, Node, TensorParam
+from .block import straight_line
+from .expressions import TAG
+
+_INPUTS = HOOK_INPUTS["key_mod"][1:]
+
+
+@dataclass(frozen=True, slots=True)
+class RowNumbers:
+    """Graphs of the inputs b, kv_h and kv_idx, one a group of channels.
+
+    zeros: empty where there are none. codebook: the slot of the values of codes -8 to 7, or -1.
+    """
+
+    scales: tuple[Graph, ...]
+    zeros: tuple[Graph, ...]
+    codebook: int
+
+
+def row_numbers(graph: Graph | None) -> RowNumbers | None:
+    """The numbers of a graph of `key_mod` or `value_mod`; None for hooks that do more.
+
+    Scales of several products are multiplied first, all in fp32.
+    """
+    if graph is None:
+        return None
+    nodes, of_row = graph.nodes, _reads_row(graph)
+    scales: list[list[int]] = []
+    zeros: list[int] = []
+    i, codebook = graph.output, -1
+    while nodes[i].op != "input":
+        node = nodes[i]
+        if node.op == "lookup":
+            found = _codebook(graph, node)
+            if found is None:
+                return None
+            codebook, i = found
+            break
+        rows = [a for a in node.args if of_row[a]]
+        others = [a for a in node.args if not of_row[a]]
+        if len(rows) != 1 or len(others) != 1 or nodes[rows[0]].shape != nodes[i].shape:
+            return None
+        numbers = _of_groups(graph, others[0])
+        if numbers is None or node.dtype != "float32" or zeros:
+            return None
+        if node.op == "mul":
+            scales.append(numbers)
+        elif node.op == "sub" and node.args[0] == rows[0]:
+            zeros = numbers
+        else:
+            return None
+        (i,) = rows
+    if not scales or nodes[i].op != "input":
+        return None
+    groups = max(len(x) for x in (*scales, zeros))
+    if any(len(x) not in (1, groups) for x in (*scales, zeros) if x):
+        return None
+    wide = [x * groups if len(x) == 1 else x for x in scales]
+    return RowNumbers(
+        tuple(_product(graph, [x[g] for x in wide]) for g in range(groups)),
+        tuple(_product(graph, [x]) for x in (zeros * groups if len(zeros) == 1 else zeros)),
+        codebook,
+    )
+
+
+def _codebook(graph: Graph, node: Node) -> tuple[int, int] | None:
+    """The slot and the row of ``table[(row + 8).to(int32)]``, else None."""
+    nodes = graph.nodes
+    index = nodes[node.args[-1]]
+    added = nodes[index.args[0]] if index.op == "cast" and index.dtype == "int32" else index
+    if len(node.args) != 1 or added.op != "add":
+        return None
+    row, eight = added.args
+    if nodes[row].op != "input" or nodes[eight].op != "const" or nodes[eight].attr("value") != 8.0:
+        return None
+    return node.int_attr("slot"), row
+
+
+def _of_groups(graph: Graph, i: int) -> list[int] | None:
+    """The scalars of a vector that has one number a group of channels."""
+    node = graph.nodes[i]
+    if not node.shape:
+        return [i]
+    if node.op == "broadcast":
+        return [node.args[0]]
+    parts = [graph.nodes[a] for a in node.args]
+    if node.op != "cat" or any(p.op != "broadcast" or p.shape != parts[0].shape for p in parts):
+        return None
+    return [p.args[0] for p in parts]
+
+
+def _product(graph: Graph, factors: Sequence[int]) -> Graph:
+    built = GraphBuilder(_INPUTS)
+    names: list[int] = []
+    for node in graph.nodes:
+        args = (names[a] for a in node.args)
+        names.append(built.add(node.op, args, node.dtype, node.shape, **dict(node.attrs)))
+    total, *rest = (_element(built, names[f]) for f in factors)
+    for name in rest:
+        total = built.add("mul", (total, name))
+    return built.finish(total)
+
+
+def _element(built: GraphBuilder, i: int) -> int:
+    """An element of a row of a param as a load of its own."""
+    node = built.nodes[i]
+    cut = built.nodes[node.args[0]] if node.op == "sum" else node
+    row = built.nodes[cut.args[0]] if cut.op == "slice" else cut
+    if node.op != "sum" or cut.op != "slice" or row.op != "gather" or cut.shape != (1,):
+        return i
+    at = built.add("const", (), "int32", value=cut.int_attr("start"))
+    return built.add("gather", (*row.args, at), row.dtype, (), slot=row.int_attr("slot"))
+
+
+def _reads_row(graph: Graph) -> list[bool]:
+    """Whether each node depends on the row."""
+    reads: list[bool] = []
+    for node in graph.nodes:
+        own = node.op == "input" and node.attr("name") == "row"
+        reads.append(own or any(reads[a] for a in node.args))
+    return reads
+
+
+# --- C++ -----------------------------------------------------------------------------------------
+
+
+def lower_numbers(name: str, found: RowNumbers | None, tensors: Sequence[TensorParam]) -> str:
+    """``struct KeyNumbers`` or ``ValueNumbers``, for fajit/cpu/codes/numbers.h."""
+    if found is None:
+        return f"  struct {name} {{ static constexpr int kGroups = 0, kCount = 0; }};"
+    graphs = [*found.scales, *found.zeros]
+    by_head = _adjacent(found.scales) and (not found.zeros or _adjacent(found.zeros))
+    dtypes = {tensors[graph.result.int_attr("slot")].dtype for graph in graphs if by_head}
+    by_head = by_head and len(dtypes) == 1
+    lines = [
+        f"  struct {name} {{",
+        f"    static constexpr int kGroups = {len(found.scales)}, kCount = {len(graphs)};",
+        f"    static constexpr bool kZeros = {'true' if found.zeros else 'false'};",
+        f"    static constexpr int kCodebook = {found.codebook};",
+        f"    static constexpr bool kByHead = {'true' if by_head else 'false'};",
+    ]
+    if by_head:
+        (dtype,) = dtypes
+        slots = ", ".join(str(graph.result.int_attr("slot")) for graph in graphs)
+        dims = ", ".join(str(dim) for dim in (_by_head(graph) for graph in graphs))
+        lines += [
+            f"    using Type = {TAG[dtype]};",
+            f"    static constexpr int kTensors[] = {{{slots}}}, kHeadDims[] = {{{dims}}};",
+            *_functions("vl", "offset", graphs, lambda g: _offset(g, tensors)),
+        ]
+    lines += _functions("vf", "number", graphs, lambda g: _number(g, tensors))
+    return "\n".join([*lines, "  };"])
+
+
+def _adjacent(graphs: Sequence[Graph]) -> bool:
+    """Whether numbers of groups are loads that differ in the last index alone, 0, 1, 2, ..., which
+    follows that of the head; or one load that uses the head."""
+    first = graphs[0]
+    dim = _by_head(first)
+    if not dim or len(graphs) == 1:
+        return bool(dim)
+    wanted = [_but_last(graph) for graph in graphs]
+    return dim == len(first.result.args) - 2 and all(
+        own == (*wanted[0][:-1], i) for i, own in enumerate(wanted)
+    )
+
+
+def _but_last(graph: Graph) -> tuple[object, ...]:
+    """All of a load but its last index, and that index; -1 unless it is a constant."""
+    nodes, load = graph.nodes, graph.result
+    if load.op != "gather" or not load.args:
+        return (load, -1)
+    last = nodes[load.args[-1]]
+    seen = tuple(_tree(nodes, a) for a in load.args[:-1])
+    return load.attrs, seen, last.attr("value") if last.op == "const" else -1
+
+
+def _tree(nodes: Sequence[Node], i: int) -> object:
+    node = nodes[i]
+    return node.op, node.dtype, node.attrs, tuple(_tree(nodes, a) for a in node.args)
+
+
+def _by_head(graph: Graph) -> int:
+    """The dim that kv_h indexes, where a graph is a load that uses it nowhere else; else 0, as the
+    first dim counts slots or requests."""
+    node, nodes = graph.result, graph.nodes
+    if node.op != "gather" or node.shape:
+        return 0
+    own = [d for d, a in enumerate(node.args) if _is_head(nodes[a])]
+    rest = (a for d, a in enumerate(node.args) if d not in own)
+    return own[0] if len(own) == 1 and not any(_uses_head(nodes, a) for a in rest) else 0
+
+
+def _is_head(node: Node) -> bool:
+    return node.op == "input" and node.attr("name") == "kv_h"
+
+
+def _uses_head(nodes: Sequence[Node], i: int) -> bool:
+    return _is_head(nodes[i]) or any(_uses_head(nodes, a) for a in nodes[i].args)
+
+
+def _functions(
+    result: str, name: str, graphs: Sequence[Graph], body: Callable[[Graph], tuple[list[str], str]]
+) -> list[str]:
+    """``template <int i> static result name(c, b, kv_h, kv_idx)`` of the numbers."""
+    lines = [
+        "    template <int i>",
+        f"    static FAJIT_INLINE {result} {name}([[maybe_unused]] const Context& c, "
+        "[[maybe_unused]] int32_t b, [[maybe_unused]] int32_t kv_h, [[maybe_unused]] vi kv_idx) {",
+    ]
+    for i, graph in enumerate(graphs):
+        own, value = body(graph)
+        lines.append(f"      if constexpr (i == {i}) {{")
+        lines += [f"        {line}" for line in own]
+        lines.append(f"        return {value};\n      }}")
+    return [*lines, "    }"]
+
+
+def _number(graph: Graph, tensors: Sequence[TensorParam]) -> tuple[list[str], str]:
+    lines, value = straight_line(graph, tensors, "n_")
+    return lines, f"ops::widen<vf>({value})"
+
+
+def _offset(graph: Graph, tensors: Sequence[TensorParam]) -> tuple[list[str], str]:
+    """The statements of the offset: those of the load without the last one."""
+    lines, _ = straight_line(graph, tensors, "n_")
+    offset = lines.pop().rpartition(", ")[2].removesuffix(");")
+    return lines, f"ops::widen<vl>({offset})"
