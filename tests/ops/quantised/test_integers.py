@@ -1,25 +1,34 @@
-"""int8 keys and values against bf16 queries: products of integers on CPUs that have them."""
+"""Integer keys and values against bf16 queries: products of integers on CPUs that have them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.variants.reference import attention_reference
-from tests.harness.rotation import other_target
+from flashattn_jit.variants.reference import attention_reference, varlen_reference
+from tests.batch.batches import indptr
+from tests.harness.rotation import other_target, turn
 from tests.ops.cases import HOST_TARGETS, assert_close, normal
+from tests.ops.quantised.storage import named, rows_of
 
-INT8 = fa.kv.Format("int8")
+Format = fa.kv.Format
+INT8 = Format("int8")
+GROUPS = [
+    Format("int4", group=32, scale_dtype=torch.float16), Format("int8", group=64, zero=True),
+    Format("int4", group=64, zero=True, scale_dtype=torch.bfloat16), Format("int4", zero=True),
+    Format("int8", group=32),
+]  # fmt: skip
 TARGETS = [HOST_TARGETS[-1], other_target()]
 
 
 def check(q: torch.Tensor, k: Any, v: Any, variant: Any = None, target: str | None = None) -> None:
     out = fa.attention(q, k, v, variant, target=target)
     exact, eager = (
-        attention_reference(q, k.dequantize(), v.dequantize(), variant, dtype=dtype)[0]
+        attention_reference(q, k, v, variant, dtype=dtype)[0]
         for dtype in (torch.float64, torch.bfloat16)
     )
     assert_close(out, exact, eager)
@@ -37,6 +46,55 @@ def test_groups_of_any_size(dim, dim_v, target) -> None:
     for rows in (1, 2, 3, 4, 7, 8):  # query heads of a KV head
         q, k, v = tensors(rows, dim, dim_v)
         check(q, *(INT8.quantize(x, heads_dim=1) for x in (k, v)), target=target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 128), (192, 64), (256, 256), (128, 64)])
+@pytest.mark.parametrize("kv_format", turn(3, GROUPS), ids=named)
+def test_channels_with_numbers_of_their_own(kv_format, dim, dim_v, target) -> None:
+    for rows in (1, 2, 4, 7):
+        q, k, v = tensors(rows, dim, dim_v)
+        k[..., 3] += 4.0
+        check(q, *(kv_format.quantize(x, heads_dim=1) for x in (k, v)), target=target)
+        other = INT8.quantize(v, heads_dim=1)
+        check(q, kv_format.quantize(k, heads_dim=1), other, fa.Sigmoid(), target=target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kv_format", [Format("int4"), *turn(2, GROUPS)], ids=named)
+@pytest.mark.parametrize("num_kv_heads", [8, 3])
+def test_heads_of_one_token_are_read_together(kv_format, num_kv_heads, target) -> None:
+    """Also where their numbers are more than a vector has, or lie apart."""
+    q = normal(0, 3, 2 * num_kv_heads, 128).bfloat16()
+    pages = [kv_format.quantize(normal(i, 30, 16, num_kv_heads, 128)) for i in (1, 2)]
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(1))[:21].int()
+    paged = fa.Paged(indptr([10, 1, 10]), order, torch.tensor([5, 16, 1]), 16)
+    batch = fa.BatchAttention(
+        fa.Causal(), num_q_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=128,
+        q_dtype=torch.bfloat16, kv_format=kv_format, target=target,
+    )  # fmt: skip
+    batch.plan(indptr([1, 1, 1]), paged)
+    out = batch.run(q, *pages)
+    slots = (order.long()[:, None] * 16 + torch.arange(16)).flatten()
+    slots = torch.cat([slots[:149], slots[160:176], slots[176:321]])
+    packed = [rows_of(x, slots) for x in pages]
+    lengths = indptr([149, 16, 145])
+    exact, eager = (
+        varlen_reference(q, *packed, indptr([1, 1, 1]), lengths, fa.Causal(), dtype=t)[0]
+        for t in (torch.float64, torch.bfloat16)
+    )
+    assert_close(out, exact, eager)
+    apart = [replace(x, scales=spread(x.scales), zeros=spread(x.zeros)) for x in pages]
+    torch.testing.assert_close(batch.run(q, *apart), out, rtol=0, atol=0)
+
+
+def spread(numbers: torch.Tensor | None) -> torch.Tensor | None:
+    """The same numbers, every second entry of a row of its own."""
+    if numbers is None:
+        return None
+    wide = torch.full((*numbers.shape, 2), 7.0, dtype=numbers.dtype)
+    wide[..., 0] = numbers
+    return wide[..., 0]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -63,10 +121,15 @@ def test_weights_of_a_pointwise_normaliser(target) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_extreme_codes(target) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_extreme_codes(bits, target) -> None:
     """-128 too, in every lane: sums of 256 such products fit."""
-    codes = torch.full((1, 1, 64, 256), -128, dtype=torch.int8)
-    codes[:, :, 1::2] = 127
+    if bits == 8:
+        codes = torch.full((1, 1, 64, 256), -128, dtype=torch.int8)
+        codes[:, :, 1::2] = 127
+    else:
+        codes = torch.zeros(1, 1, 64, 128, dtype=torch.uint8)
+        codes[:, :, 1::2] = 0xFF
     stored = fa.kv.Stored(codes, torch.tensor(1.0))
     q = torch.full((1, 4, 1, 256), 3e-3).bfloat16()
     check(q, stored, stored, target=target)
