@@ -77,8 +77,8 @@ class FewRow {
 
   // Integer keys and values are multiplied as integers.
   static constexpr bool kIntegerKeys =
-      !kTiles && kIntegers<Matrix, K, kDim> && kWholeKeys && kIntegerGroups<KeyNumbers, kDim>;
-  static constexpr bool kIntegerValues = !kTiles && kIntegers<Matrix, V, kDimV> &&
+      !kTiles && kIntegers<Q, K, kDim> && kWholeKeys && kIntegerGroups<KeyNumbers, kDim>;
+  static constexpr bool kIntegerValues = !kTiles && kIntegers<Q, V, kDimV> &&
                                          kWholeValues && kIntegerGroups<ValueNumbers, kDimV>;
   // One scale of a row multiplies its scores or its weight instead.
   static constexpr bool kScaleScores = !kIntegerKeys && kWholeKeys && kIsScale<KeyNumbers>;
@@ -336,7 +336,8 @@ class FewRow {
         using Read = typename decltype(k)::Element;
         // Several groups never read keys that are converted once.
         if constexpr (kIntegerKeys && !same<Read, Matrix>)
-          integer_scores<KeyNumbers, kDim, rows.count, rows.several, kTileKv>(
+          integer_scores<KeyNumbers, kDim, rows.count, rows.several, kTileKv,
+                         kDim * int{sizeof(Matrix)}>(
               k, keys, key_numbers, reinterpret_cast<const int8_t*>(s.q), s.queries, s.query_sums,
               groups, scale, s_, kTileKv, fetch);
         else if constexpr (!kConvertOnce || rows.several == same<Read, Matrix>)
