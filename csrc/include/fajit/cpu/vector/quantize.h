@@ -30,20 +30,20 @@ FAJIT_INLINE vu small_float_bits(vf x) {
   return (magnitude < least ? subnormal : normal) | ((bits >> 24) & 0x80);
 }
 
-// The codes nearest to x, which is clamped to [least, largest]; NaN becomes 0. Integers of 4 bits
-// are codes plus 8, one a byte.
+// The codes nearest to x, which is clamped to [least, largest], in words; NaN becomes 0. Integers of 4
+// bits are codes plus 8.
 template <class T>
-FAJIT_INLINE vb codes(vf x, float least, float largest) {
+FAJIT_INLINE vu code_words(vf x, float least, float largest) {
   x = x == x ? x : vf{};
   x = x > largest ? splat(largest) : x;
   x = x < least ? splat(least) : x;
   if constexpr (same<T, int8_t> || same<T, int4x2_t>) {
     const vf whole = splat(0x1.8p23f);  // its ulp is 1
-    return __builtin_convertvector((vu)(x + whole) - (vu)whole + (same<T, int8_t> ? 0 : 8), vb);
+    return (vu)(x + whole) - (vu)whole + (same<T, int8_t> ? 0 : 8);
   } else if constexpr (same<T, e4m3_t>) {
-    return __builtin_convertvector(small_float_bits<3, 7>(x), vb);
+    return small_float_bits<3, 7>(x);
   } else {
-    return __builtin_convertvector(small_float_bits<2, 15>(x), vb);
+    return small_float_bits<2, 15>(x);
   }
 }
 
@@ -66,15 +66,16 @@ class Codebook {
 
   bool is_used() const { return used_; }
   float largest() const { return max(abs_of(values_[0]), abs_of(values_[15])); }
-  // The nearest codes: of two equally near ones that of the lower value. NaN becomes 0.
-  FAJIT_INLINE vb nearest(vf x) const {
+  // The place of the nearest value, in ascending order: of two equally near ones of the lower. NaN
+  // becomes 0.
+  FAJIT_INLINE vu nearest(vf x) const {
     x = x == x ? x : vf{};
     vi above{};
     for (int i = 0; i < 15; ++i) above -= x > (values_[i + 1] + values_[i]) * 0.5f;
-    uint8_t found[kLanes];
-    for (int i = 0; i < kLanes; ++i) found[i] = codes_[above[i]];
-    return load<vb>(found);
+    return (vu)above;
   }
+  // The code of a place.
+  uint8_t code(int place) const { return codes_[place]; }
 
  private:
   static float abs_of(float x) { return x < 0 ? -x : x; }
@@ -145,7 +146,7 @@ class Quantizer {
                               int64_t head) const {
     alignas(64) uint8_t out[round_up(N, kLanes) + kLanes];
     if (!scales_.are_stored()) {
-      encode(row, N, out, [](vf x) { return x; });
+      encode(row, N, out, 1.0f, 0.0f);
     } else {
       char* const scale_row = scales_.at(page, slot, head);
       char* const zero_row = zeros_.exist() ? zeros_.at(page, slot, head) : nullptr;
@@ -163,6 +164,22 @@ class Quantizer {
  private:
   FAJIT_INLINE void store_group(const float* x, int count, uint8_t* out, char* scale_row,
                                 char* zero_row, int g) const {
+    if (zero_row == nullptr) {
+      vi top{};  // bits of magnitudes, which are ordered as these are, NaN last
+      for (int i = 0; i < count; i += kLanes) {
+        const vi bits = load<vi>(x + i) & 0x7fffffff;
+        const vi own = iota() + i < count ? bits : vi{};
+        top = own > top ? own : top;
+      }
+      const float largest = as_float(reduce_max(top));
+      const float magnitude = largest - largest == 0.0f ? largest : __builtin_nanf("");
+      const float scale = scales_.put(magnitude / largest_, scale_row, g,
+                                      [&](float s) { return s * largest_ < magnitude; });
+      constexpr bool integers = same<T, int8_t> || same<T, int4x2_t>;
+      if (integers && !book_.is_used() && scale > 0x1p-126f && scale < 0x1p126f)
+        return round_to_integers(x, count, out, scale);
+      return encode(x, count, out, scale, 0.0f);
+    }
     vf top = splat(-kInf), bottom = splat(kInf), finite{};  // finite: NaN where a value is not
     for (int i = 0; i < count; i += kLanes) {
       const vf some = select(iota() + i < count, load(x + i), splat(x[0]));
@@ -171,32 +188,44 @@ class Quantizer {
       finite += some * 0.0f;
     }
     const float high = reduce_max(top), low = -reduce_max(-bottom), nan = reduce_add(finite);
-    const float magnitude = max(high, -low);
-    if (zero_row == nullptr) {
-      const float scale = scales_.put((magnitude + nan) / largest_, scale_row, g, [&](float s) {
-        return s * largest_ < magnitude;
-      });
-      return encode(x, count, out, [=](vf v) { return v / scale; });
-    }
-    const float steps = largest_ - least_, span = max(high - low, magnitude * (steps / 1024.0f));
+    const float steps = largest_ - least_, magnitude = max(high, -low);
+    const float span = max(high - low, magnitude * (steps / 1024.0f));
     const float exact = span - span == 0.0f ? span + nan : __builtin_nanf("");
     const float scale =
         scales_.put(exact / steps, scale_row, g, [&](float s) { return s * steps < exact; });
     const float wanted = least_ - low / scale;
     const float zero = zeros_.put(wanted == wanted ? wanted : 0.0f, zero_row, g,
                                   [](float) { return false; });
-    encode(x, count, out, [=](vf v) { return v / scale + zero; });
+    encode(x, count, out, scale, zero);
   }
 
-  template <class F>
-  FAJIT_INLINE void encode(const float* x, int count, uint8_t* out, F scaled) const {
+  FAJIT_INLINE vu words_of(vf x) const {
+    if constexpr (same<T, int4x2_t>)
+      if (book_.is_used()) return book_.nearest(x);
+    return code_words<T>(x, least_, largest_);
+  }
+
+  // out = the codes of x / scale + zero.
+  FAJIT_INLINE void encode(const float* x, int count, uint8_t* out, float scale, float zero) const {
+    for (int i = 0; i < count; i += kLanes)
+      store(out + i, __builtin_convertvector(words_of(load(x + i) / scale + zero), vb));
+    if constexpr (same<T, int4x2_t>)
+      if (book_.is_used())
+        for (int i = 0; i < count; ++i) out[i] = book_.code(out[i]);
+  }
+
+  // out = the integers nearest to x / scale, none of which is beyond the largest. Products with 1 /
+  // scale are as good as quotients, which take twice as long, unless they are nearly halves.
+  FAJIT_INLINE void round_to_integers(const float* x, int count, uint8_t* out, float scale) const {
+    constexpr float whole = 0x1.8p23f;  // its ulp is 1
+    constexpr float near_half = 0.5f - 0x1p-13f;  // products are off by less than 2^-22 of 127
+    const float inverse = 1.0f / scale;
+    const int zero = same<T, int8_t> ? 0 : 8;
     for (int i = 0; i < count; i += kLanes) {
-      const vf v = scaled(load(x + i));
-      if constexpr (same<T, int4x2_t>) {
-        store(out + i, book_.is_used() ? book_.nearest(v) : codes<T>(v, least_, largest_));
-      } else {
-        store(out + i, codes<T>(v, least_, largest_));
-      }
+      const vf v = load(x + i);
+      vf quotient = v * inverse, moved = quotient + whole;
+      if (any_at_least(abs(quotient - (moved - whole)), near_half)) moved = v / scale + whole;
+      store(out + i, __builtin_convertvector((vu)moved - (vu)splat(whole) + zero, vb));
     }
   }
 

@@ -243,6 +243,14 @@ FAJIT_INLINE float reduce_add(vf x) {
   for (int step = kLanes / 2; step > 0; step /= 2) x = x + exchanged(x, step);
   return x[0];
 }
+FAJIT_INLINE int32_t reduce_max(vi x) {
+#pragma GCC unroll 4
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    const vi other = (vi)exchanged((vf)x, step);
+    x = other > x ? other : x;
+  }
+  return x[0];
+}
 FAJIT_INLINE float reduce_max(vf x) {
 #pragma GCC unroll 4
   for (int step = kLanes / 2; step > 0; step /= 2) {
