@@ -538,6 +538,21 @@ KvFormat = Format | Formats
 """One format of keys and values both, or one of each."""
 
 
+def kv_bytes(
+    formats: Formats, dtypes: tuple[torch.dtype, torch.dtype], num_kv_heads: int, head_dim: int,
+    head_dim_v: int,
+) -> tuple[int, int]:  # fmt: skip
+    """Bytes of a token's keys and of its values, with scales and zero points of their own.
+
+    dtypes: of those that have no format.
+    """
+    keys, values = (
+        num_kv_heads * (dim * dtype.itemsize if form is None else form.row_bytes(dim))
+        for form, dtype, dim in zip(formats, dtypes, (head_dim, head_dim_v), strict=True)
+    )
+    return keys, values
+
+
 def read_formats(kv_format: object) -> Formats:
     """The formats of keys and of values. Raises InputError."""
     pair = kv_format if isinstance(kv_format, tuple) else (kv_format, kv_format)

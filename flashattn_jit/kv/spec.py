@@ -13,7 +13,7 @@ import torch
 
 from ..codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ..errors import FlashAttnJitError, InputError, ParamError
-from ..formats import Format, Formats, KvFormat, read_formats
+from ..formats import Format, Formats, KvFormat, kv_bytes, read_formats
 from ..ops.append import check_applied_once, check_transform
 from ..ops.arguments.checks import check_heads, check_int, shown
 from ..ops.planning.batch_params import stand_ins
@@ -123,11 +123,9 @@ class Group:
         dtype: of those that are not quantised.
         """
         assert self.head_dim_v is not None
-        keys, values = (
-            self.num_kv_heads * (dim * dtype.itemsize if f is None else f.row_bytes(dim))
-            for f, dim in zip(self.formats, (self.head_dim, self.head_dim_v), strict=True)
+        return kv_bytes(
+            self.formats, (dtype, dtype), self.num_kv_heads, self.head_dim, self.head_dim_v
         )
-        return keys, values
 
     def _check_transform(self, transform: Variant) -> None:
         check_transform(transform)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .. import _C
 from ..codegen.spec import MAX_HEAD_DIM, on_cpu, utility_target
 from ..errors import InputError, ParamError
-from ..formats import Codes, Decoding, Stored
+from ..formats import Codes, Stored
 from ..planner.reachable import CHANGED, appends_dtypes
 from ..stored_hooks import encoded, put_numbers
 from ..torch_modes import is_direct, is_quiet_and_plain, on_host
@@ -27,7 +27,7 @@ from .arguments.calls import host_array
 from .arguments.new_rows import check_memory, check_new_rows, is_expanded, used_strides
 from .keys.paged import Paged
 from .keys.storage import check_pages, read_indices, read_storage
-from .launching.appends import BesideCodes, Changes, Places, copy_rows
+from .launching.appends import BesideCodes, Changes, Places, Side, copy_rows, written
 from .torch_ops import as_op
 
 _Step = tuple[int, int, int, int, int, int]
@@ -287,7 +287,7 @@ class AppendPlan:
         params: dict[str, object],
     ) -> None:  # fmt: skip
         """`run` into pages of codes."""
-        sides = (_written("k_pages", k_pages), _written("v_pages", v_pages))
+        sides = (written("k_pages", k_pages), written("v_pages", v_pages))
         rows = (k, v, _codes(k_pages), _codes(v_pages))
         kept = [t for side in sides for t in (side.beside.scales, side.beside.zeros)]
         books = [side.beside.codebook for side in sides]
@@ -316,13 +316,13 @@ class AppendPlan:
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
         *,
-        sides: tuple[_Side, _Side] | None = None,
+        sides: tuple[Side, Side] | None = None,
     ) -> _Steps:
         """What does not depend on addresses; returns the steps of the copies.
 
         sides: of pages of codes, of which at least one has them.
         """
-        k_side, v_side = (_Side(), _Side()) if sides is None else sides
+        k_side, v_side = (Side(), Side()) if sides is None else sides
         for name, new, cache, side in (("k", k, k_pages, k_side), ("v", v, v_pages, v_side)):
             check_new_rows(name, new, cache, side.decoding is not None)
             for what, own in (("scales", side.beside.scales), ("zeros", side.beside.zeros)):
@@ -435,38 +435,7 @@ class _Steps(NamedTuple):
     changes: Changes | None
 
 
-class _Side(NamedTuple):
-    """Pages of codes of k or of v; without a decoding they have values as they are.
-
-    given: whether rows are at scales that the pages have already.
-    """
-
-    decoding: Decoding | None = None
-    group: int | None = None
-    given: bool = False
-    beside: BesideCodes = BesideCodes()
-
-    @property
-    def form(self) -> object:
-        """All but the tensors."""
-        return self.decoding, self.group, self.given
-
-
 _NOTHING = (BesideCodes(), BesideCodes())
-
-
-def _written(name: str, pages: Codes) -> _Side:
-    """What is written to pages beside codes."""
-    if not isinstance(pages, Stored):
-        return _Side()
-    given, has_zeros = not pages.has_own_scales, pages.zeros is not None
-    numbers = [None if t is None or given else t for t in (pages.scales, pages.zeros)]
-    if pages.group is None:
-        numbers = [None if t is None else t.unsqueeze(-1) for t in numbers]
-    if not given and pages.codes.dim() != 4:
-        raise InputError(f"{name} must be pages, [num_pages, page_size, num_kv_heads, ...]")
-    beside = BesideCodes(numbers[0], numbers[1], has_zeros, pages.codebook)
-    return _Side(pages.decoding, pages.group, given, beside)
 
 
 @on_host

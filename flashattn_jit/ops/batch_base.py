@@ -14,7 +14,7 @@ import torch
 from .. import _C
 from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, target_on_device
 from ..errors import InputError
-from ..formats import KvFormat, Stored, read_formats
+from ..formats import KvFormat, Stored, kv_bytes, read_formats
 from ..stored_hooks import check_partial, codes_of, decoded, decodings
 from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.binding import Bound
@@ -125,6 +125,7 @@ class BatchBase:
             Options(
                 num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, k_dtype, v_dtype, own,
                 resolved, limits, cuda_graph, batch_invariant,
+                kv_bytes(self._formats, (k_dtype, v_dtype), num_kv_heads, head_dim, head_dim_v),
             )
         )  # fmt: skip
         self._workspace = Workspace(workspace, own)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from ...codegen.spec import SHORT_DTYPES
 from ...env import format_bytes
 from ...ops.launching.batch_run import Planned
 from ...ops.planning.batch_plan import KINDS, Kernel, Variation
@@ -80,7 +82,19 @@ def _head(planned: Planned) -> str:
         f"plan of {batch.name} on {o.target}: {o.num_q_heads} query heads over "
         f"{o.num_kv_heads} kv heads, head_dim {o.head_dim}, {KV_NAMES[o.q_dtype]}"
     )
+    if any(o.kv_bytes):
+        (keys_bytes, values_bytes), two_bytes = o.kv_bytes, 2 * (o.head_dim + o.head_dim_v)
+        share = (keys_bytes + values_bytes) / (two_bytes * o.num_kv_heads)
+        parts.append(
+            f"a token has {keys_bytes} bytes of keys ({_short(o.k_dtype)}) and {values_bytes} of "
+            f"values ({_short(o.v_dtype)}), {share:.2f} of bfloat16's"
+        )
     return "\n  ".join([text, *parts])
+
+
+def _short(dtype: torch.dtype) -> str:
+    name = KV_NAMES[dtype]
+    return SHORT_DTYPES.get(name, name)
 
 
 def _kernels(planned: Variation, launches: list[LaunchWork]) -> list[str]:

@@ -15,6 +15,7 @@ from ... import _C
 from ...codegen.spec import APPEND_TOKENS, CODE_DTYPES, UtilitySpec, append_kernel, on_cpu
 from ...codegen.targets import compiled_target
 from ...errors import InputError
+from ...formats import Codes, Decoding, Stored
 from ...variants.binding import Bound, Structure
 from ...variants.ir.dtypes import KV_NAMES
 from ...variants.ir.ir import reads_builtin
@@ -87,6 +88,37 @@ class BesideCodes(NamedTuple):
         """Where they are; 0 for what does not exist."""
         own = (self.scales, self.zeros, self.codebook)
         return tuple(0 if t is None else t.data_ptr() for t in own)
+
+
+class Side(NamedTuple):
+    """Pages of codes of k or of v; without a decoding they have values as they are.
+
+    given: whether rows are at scales that the pages have already.
+    """
+
+    decoding: Decoding | None = None
+    group: int | None = None
+    given: bool = False
+    beside: BesideCodes = BesideCodes()
+
+    @property
+    def form(self) -> object:
+        """All but the tensors."""
+        return self.decoding, self.group, self.given
+
+
+def written(name: str, pages: Codes) -> Side:
+    """What an append into pages, called `name`, writes beside their codes. Raises InputError."""
+    if not isinstance(pages, Stored):
+        return Side()
+    given, has_zeros = not pages.has_own_scales, pages.zeros is not None
+    numbers = [None if t is None or given else t for t in (pages.scales, pages.zeros)]
+    if pages.group is None:
+        numbers = [None if t is None else t.unsqueeze(-1) for t in numbers]
+    if not given and pages.codes.dim() != 4:
+        raise InputError(f"{name} must be pages, [num_pages, page_size, num_kv_heads, ...]")
+    beside = BesideCodes(numbers[0], numbers[1], has_zeros, pages.codebook)
+    return Side(pages.decoding, pages.group, given, beside)
 
 
 def _number_layout(numbers: torch.Tensor | None, dtype: int) -> _Layout:

@@ -60,7 +60,11 @@ _KEPT_PAIRS = 256
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The properties that kernels are chosen by, of a `BatchAttention` or of a call."""
+    """The properties that kernels are chosen by, of a `BatchAttention` or of a call.
+
+    kv_bytes: of a token's keys and of its values, with scales and zero points of their own; (0, 0)
+    where nobody asks.
+    """
 
     num_q_heads: int
     num_kv_heads: int
@@ -74,6 +78,7 @@ class Options:
     limits: Limits | None = None
     cuda_graph: bool = False
     batch_invariant: bool = False
+    kv_bytes: tuple[int, int] = (0, 0)
 
     @property
     def group_size(self) -> int:

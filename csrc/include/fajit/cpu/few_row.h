@@ -11,9 +11,9 @@
 // On AMX, products of bf16 with more than one row use AMX tiles (amx/few_row.h), and kTileQ is up
 // to 32.
 //
-// Rows of K or V are copied to a buffer only when a key_mod or value_mod does more than decode them,
-// when codes have a codebook or groups of channels and are not multiplied as integers, or when the
-// head dim does not fill vectors (a load would reach past the row).
+// Rows of K or V are copied to a buffer only when a key_mod or value_mod does more than decode
+// them, when codes have a codebook or groups of channels and are not multiplied as integers, or
+// when the head dim does not fill vectors (a load would reach past the row).
 #pragma once
 #include <fajit/cpu/codes/integers.h>
 #include <fajit/cpu/codes/numbers.h>
@@ -78,8 +78,8 @@ class FewRow {
   // Integer keys and values are multiplied as integers.
   static constexpr bool kIntegerKeys =
       !kTiles && kIntegers<Q, K, kDim> && kWholeKeys && kIntegerGroups<KeyNumbers, kDim>;
-  static constexpr bool kIntegerValues = !kTiles && kIntegers<Q, V, kDimV> &&
-                                         kWholeValues && kIntegerGroups<ValueNumbers, kDimV>;
+  static constexpr bool kIntegerValues =
+      !kTiles && kIntegers<Q, V, kDimV> && kWholeValues && kIntegerGroups<ValueNumbers, kDimV>;
   // One scale of a row multiplies its scores or its weight instead.
   static constexpr bool kScaleScores = !kIntegerKeys && kWholeKeys && kIsScale<KeyNumbers>;
   static constexpr bool kScaleWeights = !kIntegerValues && kWholeValues && kIsScale<ValueNumbers>;
@@ -100,7 +100,7 @@ class FewRow {
   using Value = Choose<kValuesInPlace, V, Matrix>;
 
   static constexpr int kStepK = elements_of<K>(Config::kHeadDim),  // from a head to the next
-                       kStepV = elements_of<V>(Config::kHeadDimV);
+      kStepV = elements_of<V>(Config::kHeadDimV);
   static constexpr int kBytesK = kStepK * sizeof(K), kBytesV = kStepV * sizeof(V);
   static constexpr int kRowBytes = larger_of(kBytesK, kBytesV);
   // Rows of K and V are prefetched this many rows ahead of those in use. A tile before that, their
@@ -139,8 +139,8 @@ class FewRow {
         key_numbers_(carver.take<float>(uint64_t{kMaxHeads} * KeyNumbers::kCount * kTileKv)),
         value_numbers_(carver.take<float>(uint64_t{kMaxHeads} * ValueNumbers::kCount * kTileKv)),
         queries_(carver.take<IntegerRow>(kIntegerKeys ? kMaxHeads * kTileRows : 0)),
-        query_sums_(carver.take<int32_t>(
-            kIntegerKeys ? kMaxHeads * kTileRows * (kDim / kLeastGroup) : 0)),
+        query_sums_(
+            carver.take<int32_t>(kIntegerKeys ? kMaxHeads * kTileRows * (kDim / kLeastGroup) : 0)),
         weights_(carver.take<IntegerRow>(kIntegerValues ? kWeightGroups * kTileRows : 0)),
         zero_sums_(carver.take<float>(kIntegerValues ? kWeightGroups * kTileRows : 0)),
         base_(carver.take<float>(kMaxHeads * kPaddedRows)),
@@ -176,7 +176,8 @@ class FewRow {
       RowStream<KeyRows> next_k(k.from(ahead_k, 0), heads * kBytesK);
       RowStream<ValueRows> next_v(v.from(ahead_v, 0), heads * kBytesV);
       for (int j = 0; j < heads; ++j) {
-        run_keys(items[j], head(j), j, tile, count, k.from(0, j * kStepK), v.from(0, j * kStepV), next_k, next_v);
+        run_keys(items[j], head(j), j, tile, count, k.from(0, j * kStepK), v.from(0, j * kStepV),
+                 next_k, next_v);
       }
     }
     for (int j = 0; j < heads; ++j) finish(items[j], head(j), row0, count);
@@ -299,8 +300,7 @@ class FewRow {
   // One head's products with a tile of keys, during which as many rows are prefetched.
   __attribute__((noinline)) void run_keys(const fajit_work& w, const Head& s, int number,
                                           const KvTile& tile, int count, KeyRows k_src,
-                                          ValueRows v_src,
-                                          RowStream<KeyRows>& next_k,
+                                          ValueRows v_src, RowStream<KeyRows>& next_k,
                                           RowStream<ValueRows>& next_v) {
     const fajit_args& a = *c_.args;
     const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
@@ -337,7 +337,7 @@ class FewRow {
         // Several groups never read keys that are converted once.
         if constexpr (kIntegerKeys && !same<Read, Matrix>)
           integer_scores<KeyNumbers, kDim, rows.count, rows.several, kTileKv,
-                         kDim * int{sizeof(Matrix)}>(
+                         kDim* int{sizeof(Matrix)}>(
               k, keys, key_numbers, reinterpret_cast<const int8_t*>(s.q), s.queries, s.query_sums,
               groups, scale, s_, kTileKv, fetch);
         else if constexpr (!kConvertOnce || rows.several == same<Read, Matrix>)
@@ -349,8 +349,8 @@ class FewRow {
       if constexpr (kDecodesKeys && !kKeysInPlace) {
         const Table table = table_of<KeyNumbers>();
         for (int n = 0; n < keys; ++n)
-          decode_row<KeyNumbers, K, Config::kHeadDim, kDim, kTileKv>(
-              k_src(n), key_numbers + n, table, k_rows_ + n * kDim);
+          decode_row<KeyNumbers, K, Config::kHeadDim, kDim, kTileKv>(k_src(n), key_numbers + n,
+                                                                     table, k_rows_ + n * kDim);
       } else {
         for (int n = 0; n < keys; ++n)
           convert_key<Config, Hooks, kDim, !kKeysInPlace>(c_, b, kv_h, kv_.position(n), k_src(n),
@@ -569,8 +569,8 @@ class FewRow {
   int32_t* qt_;     // [head][block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
-  int32_t* pairs_;       // [pair of keys][kDimV] of V, for AMX tiles
-  float* key_numbers_;   // [head][number][key of the tile]
+  int32_t* pairs_;      // [pair of keys][kDimV] of V, for AMX tiles
+  float* key_numbers_;  // [head][number][key of the tile]
   float* value_numbers_;
   IntegerRow* queries_;  // [head][row]
   int32_t* query_sums_;  // [head][row][kLeastGroup channels]

@@ -5,9 +5,9 @@
 //
 //   q . k = unit * (256 high . (k + z) + low . (k + z) - z * sum(256 high + low))
 //
-// With VNNI four products of bytes are one instruction, where bf16 has two and each code is converted
-// first. Without it, products of pairs are added in words of 16 bits, eight at a time: codes of 4
-// bits alone are small enough.
+// With VNNI four products of bytes are one instruction, where bf16 has two and each code is
+// converted first. Without it, products of pairs are added in words of 16 bits, eight at a time:
+// codes of 4 bits alone are small enough.
 //
 // Products of a group of channels are multiplied by its scale before they are added, and zero
 // points are products with sums of q.
@@ -108,8 +108,8 @@ typedef int8_t vq __attribute__((vector_size(4 * FAJIT_LANES)));
 
 // The lower, or the upper, halves of each 128 bits of a and b, interleaved.
 #define FAJIT_UNPACK(name, code)                        \
-  FAJIT_INLINE vq name(vq a, vq b) {                 \
-    vq r;                                              \
+  FAJIT_INLINE vq name(vq a, vq b) {                    \
+    vq r;                                               \
     asm(code " %2, %1, %0" : "=v"(r) : "v"(a), "v"(b)); \
     return r;                                           \
   }
@@ -119,13 +119,13 @@ FAJIT_UNPACK(unpack_low_words, "vpunpcklwd")
 FAJIT_UNPACK(unpack_high_words, "vpunpckhwd")
 #undef FAJIT_UNPACK
 
-// A sum of products of four unsigned bytes of each word with four signed ones, the same in all lanes,
-// which are at base + offset. `settled` adds it to a total, after kProducts of them at most.
+// A sum of products of four unsigned bytes of each word with four signed ones, the same in all
+// lanes, which are at base + offset. `settled` adds it to a total, after kProducts of them at most.
 constexpr int kProducts = 8;
 #if FAJIT_VNNI
 using ProductSum = vi;
-// The offset is a constant once loops are unrolled: gcc 12 would load the bytes by an instruction of
-// its own, or with "m" compute all addresses beforehand and spill them.
+// The offset is a constant once loops are unrolled: gcc 12 would load the bytes by an instruction
+// of its own, or with "m" compute all addresses beforehand and spill them.
 FAJIT_INLINE ProductSum add_products(ProductSum a, vi x, const int8_t* base, int offset) {
 #if defined(__clang__) || defined(__SANITIZE_ADDRESS__) || !defined(__OPTIMIZE__)
   typedef int vnni __attribute__((vector_size(64)));
@@ -266,9 +266,9 @@ FAJIT_INLINE void integer_scores(KeyRows k, int count, const float* numbers, con
             for (int r = 0; r < NR; ++r)
 #pragma GCC unroll 2
               for (int limb = 0; limb < 2; ++limb)
-                acc[r][limb][j % chains] = add_products(
-                    acc[r][limb][j % chains], codes, at,
-                    r * QBytes + limb * Dim + part.value * (Dim / 2) + 4 * j);
+                acc[r][limb][j % chains] =
+                    add_products(acc[r][limb][j % chains], codes, at,
+                                 r * QBytes + limb * Dim + part.value * (Dim / 2) + 4 * j);
             if (!FAJIT_VNNI && (j + 1) % kProducts == 0) settle();
             if (!whole && (j + 1) % run == 0)
               finish(part.value * (Dim / 2) + c * kVectorBytes + (j + 1 - run) * 4);
@@ -304,8 +304,8 @@ FAJIT_INLINE void integer_scores(KeyRows k, int count, const float* numbers, con
   }
 }
 
-// Rows of codes by four keys: x[i] has kLanes adjacent dims, a byte a key; those of low bits come before
-// those of high ones.
+// Rows of codes by four keys: x[i] has kLanes adjacent dims, a byte a key; those of low bits come
+// before those of high ones.
 template <class Code, int Dim>
 constexpr int kKeyVectors = CodeVectors<Code, Dim>::kHalf ? 4 : 4 * kPerElement<Code>;
 template <class Code, int Dim, class ValueRows>
@@ -341,11 +341,13 @@ FAJIT_INLINE void interleave_keys(const ValueRows& v, int n, int count, int vect
 
 // Vectors of codes whose sums with NR rows are in registers.
 template <class Code, int Dim, int NR>
-constexpr int kPassVectors = !FAJIT_VNNI ? 4 / NR : NR == 1 ? kKeyVectors<Code, Dim> : 2;
+constexpr int kPassVectors = !FAJIT_VNNI ? 4 / NR
+                             : NR == 1   ? kKeyVectors<Code, Dim>
+                                         : 2;
 // Passes over four keys, for a group of NR rows.
 template <class Code, int Dim, int NR>
-constexpr int kValuePasses = CodeVectors<Code, Dim>::kCount * kKeyVectors<Code, Dim> /
-                             kPassVectors<Code, Dim, NR>;
+constexpr int kValuePasses =
+    CodeVectors<Code, Dim>::kCount * kKeyVectors<Code, Dim> / kPassVectors<Code, Dim, NR>;
 
 // o[row][0, Dim) += sum over `count` keys of p[row] v for groups of NR rows. `p`: bytes of weights,
 // times the scales of a group of channels; those of a row N high and N low ones, zero from `count`
@@ -363,9 +365,7 @@ FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const 
   constexpr int pass = kPassVectors<Code, Dim, NR>;
   constexpr int channels = Dim / Numbers::kGroups;
   // Vectors after a multiple of `same` have the weights of that one.
-  constexpr int same = channels == Dim                           ? 8
-                       : channels >= kVectorBytes ? 4
-                                                  : channels / kLanes;
+  constexpr int same = channels == Dim ? 8 : channels >= kVectorBytes ? 4 : channels / kLanes;
   alignas(64) int32_t decoded[pass == width ? 1 : width * steps * kLanes];
 #pragma GCC unroll 1
   for (int c = 0; c < Vectors::kCount; ++c) {
@@ -403,8 +403,7 @@ FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const 
 #pragma GCC unroll 8
             for (int j = 0; j < pass; ++j) {
               const int8_t* const base = of_vector[j / same * same] + n;
-              acc[r][limb][j] =
-                  add_products(acc[r][limb][j], x[j], base, r * stride + limb * N);
+              acc[r][limb][j] = add_products(acc[r][limb][j], x[j], base, r * stride + limb * N);
             }
         if (!FAJIT_VNNI && n % (4 * kProducts) == 4 * (kProducts - 1)) settle();
       }
@@ -424,8 +423,9 @@ FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const 
     if constexpr (pass == width) {
 #pragma GCC unroll 1
       for (int g = 0; g < groups; ++g)
-        add(g, 0, [&](int n, vi(&x)[width])
-                    __attribute__((always_inline)) { interleave_keys<Code, Dim>(v, n, count, c, x); });
+        add(g, 0, [&](int n, vi(&x)[width]) __attribute__((always_inline)) {
+          interleave_keys<Code, Dim>(v, n, count, c, x);
+        });
     } else {
       for (int n = 0; n < count; n += 4) {
         vi x[width];

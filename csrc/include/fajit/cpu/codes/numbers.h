@@ -37,8 +37,8 @@ FAJIT_INLINE void each_index(F f) {
 }
 
 #if FAJIT_AVX
-// The first `count` of kLanes entries of 32 or 16 bits; memory behind them is not read. With AVX2 all
-// kLanes of 16 bits.
+// The first `count` of kLanes entries of 32 or 16 bits; memory behind them is not read. With AVX2
+// all kLanes of 16 bits.
 template <class Vector>
 FAJIT_INLINE Vector load_first(const void* p, [[maybe_unused]] int count) {
 #if FAJIT_AVX == 512
@@ -79,8 +79,9 @@ FAJIT_INLINE bool load_entries(const fajit_tensor& t, vl offsets, int entries, P
       for (int i = 0; i < kLanes; ++i) {
         const S* const row = static_cast<const S*>(t.ptr) + offsets[i] + first;
         if constexpr (single) x[i] = load_first<vi>(row, count);
-        else x[i] = (vi)(half ? half_to_float(load_first<vh>(row, count))
-                              : bfloat16_to_float(load_first<vh>(row, count)));
+        else
+          x[i] = (vi)(half ? half_to_float(load_first<vh>(row, count))
+                           : bfloat16_to_float(load_first<vh>(row, count)));
       }
       transpose(x);
 #pragma GCC unroll 16
@@ -187,8 +188,8 @@ FAJIT_INLINE void store_two(bfloat16_t* dst, vf low, vf high) {
 #endif
 }
 
-// dst[0, Dim) = the values of a row of Dim codes, rounded once to the matrix dtype; dst[Dim, Padded)
-// = 0. numbers: those of the key, Keys apart.
+// dst[0, Dim) = the values of a row of Dim codes, rounded once to the matrix dtype; dst[Dim,
+// Padded) = 0. numbers: those of the key, Keys apart.
 template <class Numbers, class Code, int Dim, int Padded, int Keys, class Matrix>
 FAJIT_INLINE void decode_row(const Code* src, const float* numbers, const Table& table,
                              Matrix* dst) {

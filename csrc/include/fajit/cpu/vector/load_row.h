@@ -24,7 +24,9 @@ constexpr int kPerElement = 1;
 template <>
 constexpr int kPerElement<int4x2_t> = 2;
 template <class T>
-constexpr int elements_of(int dims) { return dims / kPerElement<T>; }
+constexpr int elements_of(int dims) {
+  return dims / kPerElement<T>;
+}
 
 typedef uint8_t vb __attribute__((vector_size(FAJIT_LANES)));
 typedef int8_t vs __attribute__((vector_size(FAJIT_LANES)));

@@ -1,4 +1,5 @@
-// Rows of floats to codes of 8 or 4 bits: `Format.quantize` of flashattn_jit/formats.py, bit for bit.
+// Rows of floats to codes of 8 or 4 bits: `Format.quantize` of flashattn_jit/formats.py, bit for
+// bit.
 #pragma once
 #include <fajit/abi.h>
 #include <fajit/cpu/vector/load_row.h>
@@ -6,8 +7,7 @@
 namespace fajit {
 
 template <class T>
-constexpr bool kIsCode =
-    same<T, int8_t> || same<T, e4m3_t> || same<T, e5m2_t> || same<T, int4x2_t>;
+constexpr bool kIsCode = same<T, int8_t> || same<T, e4m3_t> || same<T, e5m2_t> || same<T, int4x2_t>;
 // The largest value of a symmetric code.
 template <class T>
 constexpr float kLargestCode = same<T, int8_t>     ? 127.0f
@@ -30,8 +30,8 @@ FAJIT_INLINE vu small_float_bits(vf x) {
   return (magnitude < least ? subnormal : normal) | ((bits >> 24) & 0x80);
 }
 
-// The codes nearest to x, which is clamped to [least, largest], in words; NaN becomes 0. Integers of 4
-// bits are codes plus 8.
+// The codes nearest to x, which is clamped to [least, largest], in words; NaN becomes 0. Integers
+// of 4 bits are codes plus 8.
 template <class T>
 FAJIT_INLINE vu code_words(vf x, float least, float largest) {
   x = x == x ? x : vf{};
@@ -85,8 +85,8 @@ class Codebook {
   uint8_t codes_[16];
 };
 
-// Numbers [page, slot, head, group of channels] of a cache, scales or zero points, beside its codes.
-// Strides in bytes; the number of groups is sizes[3], the dtype strides[4]: 0 for none.
+// Numbers [page, slot, head, group of channels] of a cache, scales or zero points, beside its
+// codes. Strides in bytes; the number of groups is sizes[3], the dtype strides[4]: 0 for none.
 class NumberPages {
  public:
   enum Dtype { kNone, kFloat, kHalf, kBfloat16 };
@@ -194,8 +194,8 @@ class Quantizer {
     const float scale =
         scales_.put(exact / steps, scale_row, g, [&](float s) { return s * steps < exact; });
     const float wanted = least_ - low / scale;
-    const float zero = zeros_.put(wanted == wanted ? wanted : 0.0f, zero_row, g,
-                                  [](float) { return false; });
+    const float zero =
+        zeros_.put(wanted == wanted ? wanted : 0.0f, zero_row, g, [](float) { return false; });
     encode(x, count, out, scale, zero);
   }
 
@@ -217,7 +217,7 @@ class Quantizer {
   // out = the integers nearest to x / scale, none of which is beyond the largest. Products with 1 /
   // scale are as good as quotients, which take twice as long, unless they are nearly halves.
   FAJIT_INLINE void round_to_integers(const float* x, int count, uint8_t* out, float scale) const {
-    constexpr float whole = 0x1.8p23f;  // its ulp is 1
+    constexpr float whole = 0x1.8p23f;            // its ulp is 1
     constexpr float near_half = 0.5f - 0x1p-13f;  // products are off by less than 2^-22 of 127
     const float inverse = 1.0f / scale;
     const int zero = same<T, int8_t> ? 0 : 8;
