@@ -141,9 +141,12 @@ def perplexity_rows(options: argparse.Namespace) -> list[Row]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(weights.parent, **load)
     ids = tokenizer(_text(), return_tensors="pt")["input_ids"][0]
     windows = ids[: 16 * 1024].view(16, 1, 1024)
-    formats = {"fp32" if f is None else name: f for name, f in FORMATS.items()}
-    formats["int4 rotated"] = replace(FORMATS["int4"], rotate=True)  # type: ignore[type-var]
-    formats["nf4 rotated"] = replace(formats["int4 rotated"], code="nf4")  # type: ignore[type-var]
+    int8, rotated = fa.kv.Format("int8"), fa.kv.Format("int4", group=64, rotate=True)
+    formats: dict[str, Any] = {
+        "fp32": None, "int8": int8, "e4m3": FORMATS["e4m3"], "int4": FORMATS["int4"],
+        "int4 rotated": rotated, "nf4 rotated": replace(rotated, code="nf4"),
+        "int8 keys and int4 values, rotated": (int8, rotated),
+    }  # fmt: skip
     loss: dict[str, list[float]] = {name: [] for name in formats}
     with torch.no_grad():
         for window in windows:
@@ -157,8 +160,9 @@ def perplexity_rows(options: argparse.Namespace) -> list[Row]:
                 loss[name].append(float(found))
     means = {name: math.exp(sum(values) / len(values)) for name, values in loss.items()}
     rows = []
-    goals = {"int8": 0.1, "e4m3": 0.5, "int4": None, "int4 rotated": 3.0, "nf4 rotated": None}
-    for name, goal in goals.items():
+    goals = {"int8": 0.1, "e4m3": 0.5, "int4 rotated": 3.0}
+    for name in [*formats][1:]:
+        goal = goals.get(name)
         value = 100 * (means[name] / means["fp32"] - 1)
         detail = f"fp32 {means['fp32']:.3f}, {name} {means[name]:.3f}"
         claim = f"perplexity of SmolLM2: {name} beyond fp32"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import flashattn_jit as fa
 import flashattn_jit.variants.library as lib
 from flashattn_jit.variants.variant import Variant
 from tests.registry.case import Case, Make, Params, Shape, no_params, tags
@@ -147,6 +148,14 @@ def _longrope(shape: Shape, generator: torch.Generator) -> Variant:
     return lib.RoPE(scaling=lib.LongRopeScaling(short, long, 64, factor=32.0))
 
 
+def _row_lookup(shape: Shape, generator: torch.Generator) -> Any:
+    """Queries as entries of a codebook of their head; indices beyond it are clamped."""
+    table = torch.randn(shape.num_q_heads, 16, generator=generator)
+    return fa.variant(
+        query_mod=lambda row, b, h, q_idx: table[h, (row * 6.0).to(torch.int32) + 8] + row * 0.1
+    )
+
+
 _MASKS: tuple[Case, ...] = (
     _lib("full", "", lib.Full),
     _lib("causal", "mask", lib.Causal, interval="exact"),
@@ -235,6 +244,7 @@ _ROWS: tuple[Case, ...] = (
     _lib("gated_output", "row", lib.GatedOutput, _gate("dense")),
     _lib("gated_output_packed", "row", lambda: lib.GatedOutput("packed"), _gate("packed")),
     _lib("gated_output_head", "row", lambda: lib.GatedOutput("head"), _gate("head")),
+    _sized("row_lookup", "row", _row_lookup),
 )  # fmt: skip
 
 

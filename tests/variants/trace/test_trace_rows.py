@@ -25,6 +25,8 @@ WEIGHT = torch.rand(D, generator=G)
 PER_HEAD = torch.rand(3, 2, D // 2, generator=G)
 HALF = torch.rand(7, D, generator=G).half()
 GATE = torch.rand(3, generator=G)
+BOOK = torch.rand(16, generator=G)
+BOOKS = torch.rand(3, 9, generator=G)
 FREQUENCIES = torch.rand(D // 2, generator=G)
 
 
@@ -123,6 +125,9 @@ HOOKS = {
     "int_row": lambda x, b, h, i: (x * 4).round().int(),
     "outer_broadcast": lambda x, b, h, i: (x.view(3, 4) * x[:3, None]).flatten(),
     "chunks_uneven": lambda x, b, h, i: torch.cat(x.split([2, 7, 3])[::-1]),
+    "lookup": lambda x, b, h, i: BOOK[(x * 4).round().int()] * x,
+    "lookup_by_head": lambda x, b, h, i: BOOKS[h, (x * 40).long()] + BOOKS[1][x.int()],
+    "lookup_of_half": lambda x, b, h, i: HALF[i, x.int()] * BOOK[(x[:6] * 3).int()].repeat(2),
     "setitem_scalar": lambda x, b, h, i: _zeroed(x),
 }  # fmt: skip
 
@@ -187,6 +192,9 @@ def test_output_mod_sees_lse_and_value_rows():
         (lambda x, b, h, i: x[i], "indexed by a tensor"),
         (lambda x, b, h, i: x.view(2, -1), r"shape \[2, 6\]"),
         (lambda x, b, h, i: x + COS[i], "shapes"),
+        (lambda x, b, h, i: BOOK[x], "index of dtype float32"),
+        (lambda x, b, h, i: BOOKS[x.int(), h], "an index that is a vector"),
+        (lambda x, b, h, i: BOOKS[x.int()][:, 0], "an index that is a vector"),
         (lambda x, b, h, i: x.max(-1)[0], "amax"),
     ],
 )
