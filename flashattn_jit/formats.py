@@ -427,10 +427,11 @@ class Stored:
     @property
     def decoding(self) -> Decoding:
         """What kernels must know of it."""
-        dim = row_dim(self.codes)
+        # Dynamo makes classes of constants alone, and what is computed of a dim may be a symbol.
+        groups = 1 if self.group is None else max(1, row_dim(self.codes) // self.group)
         return Decoding(
-            dim // (self.group or dim) if dim else 1, self.block > 1, self.zeros is not None,
-            self.codebook is not None, self.rotated, self.scales.dtype,
+            groups, self.block > 1, self.zeros is not None, self.codebook is not None,
+            bool(self.rotated), self.scales.dtype,
         )  # fmt: skip
 
     def dequantize(self, *, heads_dim: int = -2) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.ops.quantised.storage import CHANNELS, FORMATS, OF_PAGES, named, rows
 HQ, HKV, KEYS = 4, 2, 70
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Format, Stored = fa.kv.Format, fa.kv.Stored
-INT8 = Format("int8")
+INT8, INT4 = Format("int8"), Format("int4", group=16)
 # Masks, hooks that see scaled rows, another normaliser: (variant, head_dim, head_dim_v).
 VARIANTS: list[tuple[Any, int, int]] = [
     (None, 64, 64),
@@ -171,13 +172,17 @@ def test_copies_of_an_object_have_its_formats() -> None:
         made.run(normal(2, 1, HQ, 64).bfloat16(), INT8.quantize(k), v.to(torch.float8_e4m3fn))
 
 
-def test_torch_compile_takes_codes_and_scales() -> None:
+@pytest.mark.parametrize("kv_format", [INT8, INT4, Format("nf4", rotate=True)], ids=named)
+def test_torch_compile_takes_codes_and_scales(kv_format: fa.kv.Format) -> None:
     q, k, v = dense(1, 64, 64)
-    k, v = (INT8.quantize(x, heads_dim=1) for x in (k, v))
+    k, v = (kv_format.quantize(x, heads_dim=1) for x in (k, v))
+    more = {"codebook": k.codebook, "group": k.group, "rotated": k.rotated}
 
     def call(q: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
-        return fa.attention(q, Stored(*parts[:2]), Stored(*parts[2:]), fa.Causal())  # type: ignore[return-value]
+        stored = Stored(*parts[:2], **more), Stored(*parts[2:], **more)  # type: ignore[arg-type]
+        return fa.attention(q, *stored, fa.Causal())  # type: ignore[return-value]
 
+    torch._dynamo.reset()  # numbers that change between calls become symbols
     parts = (k.codes, k.scales, v.codes, v.scales)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, *parts), call(q, *parts), rtol=0, atol=0)
@@ -194,6 +199,8 @@ def wrong_calls() -> dict[str, tuple[Any, str]]:
     sizes = {"num_q_heads": HQ, "num_kv_heads": HKV, "head_dim": 64, "q_dtype": torch.float32}
     made = fa.BatchAttention(**sizes, kv_format=INT8)
     plain = fa.BatchAttention(**sizes)
+    of_groups = fa.BatchAttention(**sizes, kv_format=INT4)
+    turned = fa.BatchAttention(**sizes, kv_format=Format("int8", rotate=True))
     pages = normal(0, 4, 3, HKV, 64)
     inside = Stored(
         INT8.quantize(pages).codes, torch.rand(4, 2, 3, HKV)[:, 0]
@@ -207,6 +214,71 @@ def wrong_calls() -> dict[str, tuple[Any, str]]:
     return {
         "code": (lambda: Format("int3"), "code='int3' must be one of int8, e4m3, e5m2"),
         "scale": (lambda: Format("int8", "row"), "scale='row' must be one of tensor, head"),
+        "15 numbers": (lambda: Format([1.0] * 15), "a codebook is 16 numbers, .* got 15 of them"),
+        "no numbers": (lambda: Format(["a"] * 16), "a codebook is 16 numbers; got"),  # type: ignore[list-item]
+        "infinite": (lambda: Format([math.inf] * 16), "must be finite, and not all 0"),
+        "only zeros": (lambda: Format([0.0] * 16), "must be finite, and not all 0"),
+        "zero": (lambda: Format("nf4", zero=True), "zero=True goes with int8 and int4, not"),
+        "zero dtype": (lambda: Format("int4", zero=1), "zero=1 must be one of False, True"),  # type: ignore[arg-type]
+        "group": (lambda: Format("int4", group=0), "group=0 must be a number of channels"),
+        "group of a head": (lambda: Format("int4", "head", group=8), "group=8 goes with scale="),
+        "group and dim": (lambda: INT4.quantize(rows[..., :40]), "group=16 does not divide"),
+        "odd": (lambda: Format("e2m1").quantize(rows[..., :9]), "head_dim=9 is odd, but e2m1"),
+        "rows of a page": (
+            lambda: Format("int8", "page_head").quantize(rows), "scale='page_head' is of pages",
+        ),
+        "pages of 3": (
+            lambda: Format("int8", "page_head").quantize(pages), "pages of 2..n slots, not of 3",
+        ),
+        "tail": (lambda: Format("int8", "channel").quantize(rows), "multiples of 64 slots, but x"),
+        "odd batch": (
+            lambda: fa.BatchAttention(**{**sizes, "head_dim": 9}, kv_format=Format("int4")),
+            "head_dim=9 is odd, but int4",
+        ),
+        "group of a batch": (
+            lambda: fa.BatchAttention(**{**sizes, "head_dim": 24}, kv_format=INT4),
+            "group=16 does not divide head_dim=24",
+        ),
+        "zeros": (
+            lambda: Stored(stored.codes, stored.scales, torch.zeros(9, 1)), "zeros are .* but",
+        ),
+        "codebook of bytes": (
+            lambda: Stored(stored.codes, stored.scales, codebook=torch.rand(16)),
+            "a codebook is for codes of 4 bits",
+        ),
+        "codebook": (
+            lambda: Stored(INT4.quantize(rows).codes, stored.scales, codebook=torch.rand(15)),
+            r"codebook must be \[16\]",
+        ),
+        "codebook dtype": (
+            lambda: Stored(INT4.quantize(rows).codes, stored.scales, codebook=torch.ones(16).int()),
+            "codebook must be a tensor of float32",
+        ),
+        "block": (
+            lambda: Stored(stored.codes, stored.scales, block=3), "block=3 must be a power of two",
+        ),
+        "blocks": (lambda: Stored(stored.codes, stored.scales, block=2), "in blocks of 2 slots"),
+        "groups": (
+            lambda: Stored(stored.codes, stored.scales, group=16), "with groups of 16 channels",
+        ),
+        "group of codes": (
+            lambda: Stored(stored.codes, stored.scales, group=5), "group=5 does not divide",
+        ),
+        "other groups": (
+            lambda: run(of_groups, Format("int4").quantize(rows), INT4.quantize(rows)),
+            "k has groups=1, but its format is",
+        ),
+        "other dtype": (
+            lambda: run(made, Format("int8", scale_dtype=torch.half).quantize(rows), stored),
+            "k has dtype=torch.float16, but",
+        ),
+        "no zeros": (
+            lambda: run(made, Format("int8", zero=True).quantize(rows), stored), "k has zeros=True",
+        ),
+        "partial": (
+            lambda: run(turned, *2 * [Format("int8", rotate=True).quantize(rows)], partial=True),
+            "partial=True gives states before output_mod, which rotates",
+        ),
         "dtype": (lambda: Format("int8", scale_dtype=torch.float64), "scale_dtype=torch.float64"),
         "no dtype": (lambda: Format("int8", scale_dtype=1), "scale_dtype=1 must be one of"),  # type: ignore[arg-type]
         "no float": (lambda: INT8.quantize(torch.ones(2, 2).int()), "x must be a floating tensor"),
@@ -240,6 +312,14 @@ def wrong_calls() -> dict[str, tuple[Any, str]]:
             "k has num_kv_heads=9",
         ),
         "layers inside": (over_pages, "scales of k have strides"),
+        "partial of a call": (
+            lambda: fa.attention(
+                normal(0, 1, HQ, 1, 64),
+                *2 * [Format("int8", rotate=True).quantize(normal(0, 1, HKV, 9, 64), heads_dim=1)],
+                partial=True,
+            ),
+            "partial=True gives states before output_mod",
+        ),
         "emulated": (
             lambda: fa.BatchAttention(
                 **{**sizes, "q_dtype": torch.float16}, kv_format=INT8, target="emulated:sm_80"

@@ -317,11 +317,11 @@ FAJIT_INLINE void interleave_keys(const ValueRows& v, int n, int count, int vect
   for (int i = 0; i < 4; ++i) {
     vi bytes = Vectors::load_row(v(n + i < count ? n + i : count - 1), vector);
     if constexpr (Vectors::kHalf) {
-      bytes = __builtin_shuffle(bytes, iota() & (kLanes / 2 - 1));
+      bytes = shuffle2(bytes, bytes, iota() & (kLanes / 2 - 1));
       bytes = (iota() < kLanes / 2 ? bytes : bytes >> 4) & 0x0f0f0f0f;
     }
     // Interleaving within 128 bits then leaves dims in order.
-    row[i] = (vq)__builtin_shuffle(bytes, (iota() & 3) * (kLanes / 4) + (iota() >> 2));
+    row[i] = (vq)shuffle2(bytes, bytes, (iota() & 3) * (kLanes / 4) + (iota() >> 2));
   }
   // Bytes of two keys, then words of two such pairs.
   const vq low0 = unpack_low_bytes(row[0], row[1]), low1 = unpack_low_bytes(row[2], row[3]);
