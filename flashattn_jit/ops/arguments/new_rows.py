@@ -32,9 +32,9 @@ def check_new_rows(name: str, new: torch.Tensor, cache: torch.Tensor, codes: boo
         raise InputError(
             f"{name} has dtype {new.dtype}, but {name}_pages {cache.dtype}; convert it first"
         )
-    if (new.shape[1], new.shape[2]) != (cache.shape[2], row_dim(cache)):
+    if (new.shape[1], row_dim(new)) != (cache.shape[2], row_dim(cache)):
         raise InputError(
-            f"{name} has num_kv_heads={new.shape[1]} and rows of {new.shape[2]}, but {name}_pages "
+            f"{name} has num_kv_heads={new.shape[1]} and rows of {row_dim(new)}, but {name}_pages "
             f"has {cache.shape[2]} and {row_dim(cache)}"
         )
     if is_expanded(cache):

@@ -219,6 +219,21 @@ def test_attention_over_what_was_appended() -> None:
     torch.testing.assert_close(torch.cat(outs), plain, rtol=0.05, atol=0.02)
 
 
+def test_pairs_of_codes_are_copied_as_they_are() -> None:
+    """Rows of as many bytes as there are; longer ones are refused, and nothing is written."""
+    k, v = (Format("int4").quantize(normal(i, 11, HEADS, 64)).codes for i in range(2))
+    caches = [torch.zeros(PAGES, SIZE, HEADS, 32, dtype=torch.uint8) for _ in range(2)]
+    pairs = [x.view(torch.bits4x2) for x in caches]
+    fa.append_paged_kv(k, v, *pairs, Q_INDPTR, PAGED)
+    for i, (page, slot) in enumerate(PLACES):
+        assert torch.equal(caches[0][page, slot], bits(k)[i])
+    wide = torch.full((11, HEADS, 64), 0x11, dtype=torch.uint8).view(torch.bits4x2)
+    with pytest.raises(InputError, match="rows of 128, but k_pages has 3 and 64"):
+        fa.append_paged_kv(wide, wide.clone(), *pairs, Q_INDPTR, PAGED)
+    for i, (page, slot) in enumerate(PLACES):
+        assert torch.equal(caches[1][page, slot], bits(v)[i])
+
+
 def wrong_appends() -> dict[str, tuple[Any, type[Exception], str]]:
     int8 = Format("int8")
     k, v = normal(0, 11, HEADS, 64), normal(1, 11, HEADS, 64)
