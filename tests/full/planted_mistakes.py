@@ -258,7 +258,7 @@ KERNELS = (
             "Heads that run together visit the keys that the mask of the first one keeps.",
             "tests/ops/calls/test_adjacent_heads.py"),
     Mistake("rows of adjacent heads", f"{CPU}/few_row.h",
-            "v.from(0, j * Config::kHeadDimV)", "v.from(0, 0)",
+            "v.from(0, j * kStepV)", "v.from(0, 0)",
             "Heads that run together read the values of the first one.",
             "tests/ops/calls/test_adjacent_heads.py"),
     Mistake("order of paired dims", f"{CPU}/few_row_kernel.h",

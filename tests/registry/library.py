@@ -244,7 +244,7 @@ _ROWS: tuple[Case, ...] = (
     _lib("gated_output", "row", lib.GatedOutput, _gate("dense")),
     _lib("gated_output_packed", "row", lambda: lib.GatedOutput("packed"), _gate("packed")),
     _lib("gated_output_head", "row", lambda: lib.GatedOutput("head"), _gate("head")),
-    _sized("row_lookup", "row", _row_lookup),
+    Case("row_lookup", _row_lookup, tags=tags("closure row")),
 )  # fmt: skip
 
 
@@ -301,4 +301,4 @@ _NEGATIVE_POSITIONS = (
 LIBRARY_CASES: tuple[Case, ...] = (
     *_MASKS, *_SCORES, *_NORMALIZERS, *_ROWS, *_COMPOSITIONS, *_NEGATIVE_POSITIONS,
 )  # fmt: skip
-"""Every library variant and the compositions."""
+"""Every library variant and the compositions, and a codebook."""
