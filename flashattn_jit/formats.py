@@ -76,8 +76,8 @@ class Format:
             (-7 to 7), "nf4", "e2m1", or 16 numbers: the values of the codes 0 to 15. Codes of 4
             bits need an even head_dim.
         scale: "tensor" for one scale, "head" for one per KV head, "token_head" for one per token
-            and KV head, "page_head" for one per page and KV head, "channel" for one per channel, KV
-            head and 64 slots (KIVI, Liu et al. 2024, arXiv 2402.02750).
+            and KV head, "page_head" for one per page (of 2**n slots) and KV head, "channel" for one
+            per channel, KV head and 64 slots (KIVI, Liu et al. 2024, arXiv 2402.02750).
         scale_dtype: float32, float16 or bfloat16; also of zero points.
         group: channels that share a scale, a divisor of head_dim; all of them by default. Goes with
             "token_head" and "page_head".
@@ -190,7 +190,7 @@ class Format:
         infinite values make it NaN, and the values that share it. With zero points the scale is the
         span of the values over that of codes, or a 1,024th of their magnitude if that is more, so
         that zero points, ``least code - least value / scale`` rounded to scale_dtype, keep within
-        1,300.
+        1,300. Values at the ends are clamped by what that rounding moves, four steps in bfloat16.
 
         Args:
             x: floating tensor [..., head_dim] on any device, such as pages [num_pages, page_size,
@@ -231,7 +231,8 @@ class Format:
 
         def of_blocks(numbers: Tensor) -> Tensor:
             numbers = numbers.squeeze(-1).squeeze(slots + 1)
-            return numbers if group < x.shape[-1] or self.group else numbers.squeeze(-1)
+            grouped = self.group is not None or self.scale == "channel"
+            return numbers if grouped else numbers.squeeze(-1)
 
         return Stored(
             _encoded(scaled, code.dtype, book), of_blocks(scales),
@@ -335,7 +336,7 @@ def hadamard(rows: Tensor) -> Tensor:
     return (x * (1.0 / math.sqrt(block))).reshape(shape)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Stored:
     """Quantised keys or values: ``scales * (values of codes - zeros)``.
 
@@ -400,6 +401,10 @@ class Stored:
                 f"{list(self.codes.shape[:-1])} of codes{groups}{blocks}"
             )
 
+    def __repr__(self) -> str:
+        shapes = f"{self.codes.dtype} {list(self.codes.shape)}, {self.scales.dtype}"
+        return f"Stored({shapes} {list(self.scales.shape)}, {self.decoding})"
+
     def _check_codebook(self) -> None:
         book = self.codebook
         if book is None:
@@ -407,6 +412,7 @@ class Stored:
         if self.codes.dtype is not CODES4:
             raise InputError(f"a codebook is for codes of 4 bits, not of {self.codes.dtype}")
         _check_tensor("codebook", book, (torch.float32,))
+        object.__setattr__(self, "codebook", book.contiguous())  # appends read it without strides
         if tuple(book.shape) != (16,) or book.device != self.codes.device:
             raise InputError(
                 f"codebook must be [16] on {self.codes.device}, got {list(book.shape)} on "

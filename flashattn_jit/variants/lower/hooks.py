@@ -61,7 +61,7 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
     parts += [text for text, _ in rows]
     if backend == "cpu":
         for struct, hook in _DECODED.items():
-            found = row_numbers(variant.hook(hook))
+            found = row_numbers(variant.hook(hook), variant.tensors)
             parts.append(lower_numbers(struct, found, variant.tensors))
     parts.append(_classify(variant, declare))
     body = "\n\n".join(p for p in parts if p)

@@ -152,8 +152,11 @@ class RowLowering:
                 last = self.tensors[slot].rank - 1
                 self.lines.append(f"const int64_t n{i} = c.tensor({slot}).strides[{last}];")
             return False
-        if node.op in ("input", "const", "iota", "slice", "cat", "broadcast"):
+        if node.op in ("input", "const", "iota", "slice", "broadcast"):
             return False
+        if node.op == "cat":  # of computed parts: the stages of a Hadamard transform
+            computed = any(self.graph.nodes[a].op in ("add", "sub") for a in node.args)
+            return computed and self.uses[i] > 1
         return node.op == "interleave" or self.uses[i] > 1
 
     def _fill(self, i: int, name: str, cast: str) -> None:

@@ -30,7 +30,7 @@ class RowNumbers:
     codebook: int
 
 
-def row_numbers(graph: Graph | None) -> RowNumbers | None:
+def row_numbers(graph: Graph | None, tensors: Sequence[TensorParam]) -> RowNumbers | None:
     """The numbers of a graph of `key_mod` or `value_mod`; None for hooks that do more.
 
     Scales of several products are multiplied first, all in fp32.
@@ -44,7 +44,7 @@ def row_numbers(graph: Graph | None) -> RowNumbers | None:
     while nodes[i].op != "input":
         node = nodes[i]
         if node.op == "lookup":
-            found = _codebook(graph, node)
+            found = _codebook(graph, node, tensors)
             if found is None:
                 return None
             codebook, i = found
@@ -76,9 +76,11 @@ def row_numbers(graph: Graph | None) -> RowNumbers | None:
     )
 
 
-def _codebook(graph: Graph, node: Node) -> tuple[int, int] | None:
-    """The slot and the row of ``table[(row + 8).to(int32)]``, else None."""
+def _codebook(graph: Graph, node: Node, tensors: Sequence[TensorParam]) -> tuple[int, int] | None:
+    """The slot and the row of ``table[(row + 8).to(int32)]`` of a table of float32, else None."""
     nodes = graph.nodes
+    if tensors[node.int_attr("slot")].dtype != "float32":
+        return None
     index = nodes[node.args[-1]]
     added = nodes[index.args[0]] if index.op == "cast" and index.dtype == "int32" else index
     if len(node.args) != 1 or added.op != "add":

@@ -243,7 +243,7 @@ def _lookup(t: Tracer, c: Captured, parts: list[Any]) -> Value:
     x = parts[-1]
     if x.name == "bool" or category(x.name) != 1:
         t.refuse(f"an index of dtype {x.name}", "use integers: `table[row.to(torch.int32)]`")
-    if not t.of_row or len(parts) != len(c.free):
+    if not t.of_row or len(parts) != len(c.free) or len(x.shape) != 1:
         t.refuse(
             "an index that is a vector",
             "index with one element at a time; hooks of rows may give a vector as the last index",

@@ -83,7 +83,8 @@ class Append {
     Stored* const dst = rows.template target<Stored>(page, slot, head);
     if constexpr (kIsCode<Stored>) {
       using New = typename Config::New;
-      alignas(64) float row[round_up(N, kLanes)], changed[round_up(N, kLanes)];
+      // The vectors of a group of channels may end behind the row.
+      alignas(64) float row[round_up(N, kLanes) + kLanes], changed[round_up(N, kLanes) + kLanes];
       load_row<New, N>(rows.template source<New>(token, head), row);
       if constexpr (Modified) mod(static_cast<const float*>(row), static_cast<float*>(changed));
       codes.template store_row<N>(Modified ? changed : row, dst, page, slot, head);

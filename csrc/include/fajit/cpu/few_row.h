@@ -51,8 +51,8 @@ class FewRow {
   // What hooks that only decode rows need.
   using KeyNumbers = typename Hooks::KeyNumbers;
   using ValueNumbers = typename Hooks::ValueNumbers;
-  static constexpr bool kDecodesKeys = KeyNumbers::kGroups > 0,
-                        kDecodesValues = ValueNumbers::kGroups > 0;
+  static constexpr bool kDecodesKeys = kIsDecoding<KeyNumbers, K>,
+                        kDecodesValues = kIsDecoding<ValueNumbers, V>;
   static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
 #if FAJIT_AMX
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys

@@ -36,9 +36,11 @@ constexpr int kLeastGroup = 32;  // channels of a group
 // Whether rows of Dim have groups of channels that products of integers take.
 template <class Numbers, int Dim>
 constexpr bool takes_groups() {
-  if constexpr (Numbers::kGroups > 0)
-    return Numbers::kCodebook < 0 &&
-           (Numbers::kGroups == 1 || Dim / Numbers::kGroups % kLeastGroup == 0);
+  if constexpr (Numbers::kGroups > 0) {
+    constexpr int channels = Dim / Numbers::kGroups;  // no vector of codes may have parts of two
+    return Numbers::kCodebook < 0 && (Numbers::kGroups == 1 || channels % (4 * kLanes) == 0 ||
+                                      (channels % kLeastGroup == 0 && 4 * kLanes % channels == 0));
+  }
   return false;
 }
 template <class Numbers, int Dim>

@@ -22,6 +22,15 @@ constexpr bool is_scale() {
 }
 template <class Numbers>
 constexpr bool kIsScale = is_scale<Numbers>();
+// Whether a hook only decodes rows of Code. A codebook is of codes of 4 bits: other rows may have
+// the same formula, but other indices.
+template <class Numbers, class Code>
+constexpr bool is_decoding() {
+  if constexpr (Numbers::kGroups > 0) return Numbers::kCodebook < 0 || same<Code, int4x2_t>;
+  return false;
+}
+template <class Numbers, class Code>
+constexpr bool kIsDecoding = is_decoding<Numbers, Code>();
 
 template <int N>
 struct Index {
@@ -151,8 +160,10 @@ class Table {
     for (int i = 0; i < 16; ++i) values_[i] = static_cast<float>(i - 8);
   }
   explicit FAJIT_INLINE Table(const fajit_tensor& t) {
-    for (int i = 0; i < 16; ++i)
-      values_[i] = t.ptr == nullptr ? 0.0f : static_cast<const float*>(t.ptr)[i * t.strides[0]];
+    for (int i = 0; i < 16; ++i) {  // indices are clamped, as in hooks
+      const int64_t at = i < t.sizes[0] ? i : t.sizes[0] - 1;
+      values_[i] = t.ptr == nullptr ? 0.0f : static_cast<const float*>(t.ptr)[at * t.strides[0]];
+    }
   }
   FAJIT_INLINE float value(int index) const { return values_[index]; }
   FAJIT_INLINE vf operator()(vi index) const {

@@ -140,7 +140,7 @@ class Quantizer {
   }
 
   // dst = the codes of row[0, N), whose numbers are stored beside them. `row` has room for N
-  // rounded up to kLanes.
+  // rounded up to kLanes, and kLanes more.
   template <int N>
   FAJIT_INLINE void store_row(const float* row, T* dst, int64_t page, int64_t slot,
                               int64_t head) const {
