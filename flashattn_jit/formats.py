@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .variants.ir.dtypes import CODES4, row_dim, unpacked
+from .variants.ir.dtypes import CODES4, per_element, row_dim, unpacked
 
 SCALES = ("tensor", "head", "token_head", "page_head", "channel")
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,7 +56,7 @@ class Decoding(NamedTuple):
     """What kernels know of a format: which numbers there are, and not their values.
 
     groups: of channels. blocks: whether several slots share a scale. zeros, codebook: whether there
-    are any. rotated: whether rows are. dtype: of scales and zero points.
+    are any. rotated: whether rows are. scale_dtype: of scales and zero points.
     """
 
     groups: int
@@ -64,7 +64,7 @@ class Decoding(NamedTuple):
     zeros: bool
     codebook: bool
     rotated: bool
-    dtype: torch.dtype
+    scale_dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +147,16 @@ class Format:
         """The dtype of codes; those of 4 bits are pairs, bits4x2."""
         return self.values.dtype
 
+    @property
+    def _channels(self) -> int | None:
+        """Channels that share a scale; None for all of a row."""
+        return 1 if self.scale == "channel" else self.group
+
     def decoding(self, head_dim: int) -> Decoding:
         """What kernels must know of rows of `head_dim`."""
-        group = 1 if self.scale == "channel" else self.group or head_dim
-        blocks = self.scale in ("page_head", "channel")
-        return Decoding(
-            max(1, head_dim // max(1, group)), blocks, self.zero, bool(self.values.book),
-            self.rotate, self.scale_dtype,
-        )  # fmt: skip
+        groups = 1 if self._channels is None else max(1, head_dim // self._channels)
+        blocks, codebook = self.scale in ("page_head", "channel"), bool(self.values.book)
+        return Decoding(groups, blocks, self.zero, codebook, self.rotate, self.scale_dtype)
 
     def check_head_dim(self, name: str, head_dim: int) -> None:
         """Raises InputError for a head dim, called `name`, that the format cannot have."""
@@ -163,19 +165,9 @@ class Format:
         if self.group is not None and head_dim % self.group:
             raise InputError(f"group={self.group} does not divide {name}={head_dim}")
 
-    def difference(self, stored: Stored) -> str:
-        """What `stored` has that this format has not, in words; empty if it fits."""
-        if stored.codes.dtype is not self.dtype:
-            return f"has codes of {stored.codes.dtype}"
-        own, has = self.decoding(row_dim(stored.codes)), stored.decoding
-        for name, one, other in zip(Decoding._fields, has, own, strict=True):
-            if one != other and not (name == "blocks" and other and stored.block == 1):
-                return f"has {name}={one}"
-        return ""
-
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a row of `head_dim` codes, with its own scales and zero points if it has any."""
-        codes = head_dim // 2 if self.dtype is CODES4 else head_dim
+        codes = head_dim // per_element(self.dtype)
         if self.scale != "token_head":
             return codes
         numbers = head_dim // (self.group or head_dim) * (2 if self.zero else 1)
@@ -213,7 +205,7 @@ class Format:
         x = hadamard(x) if self.rotate else x
         slots, heads = _slots_dim(x.dim(), heads_dim), heads_dim % x.dim()
         block = self._block(x, slots)
-        group = 1 if self.scale == "channel" else self.group or max(1, x.shape[-1])
+        group = self._channels or max(1, x.shape[-1])
         # [..., blocks, slots of a block, ..., groups, channels of a group]
         parts = (*x.shape[:slots], x.shape[slots] // block, block, *x.shape[slots + 1 : -1])
         y = x.reshape(*parts, x.shape[-1] // group, group)
@@ -231,14 +223,12 @@ class Format:
 
         def of_blocks(numbers: Tensor) -> Tensor:
             numbers = numbers.squeeze(-1).squeeze(slots + 1)
-            grouped = self.group is not None or self.scale == "channel"
-            return numbers if grouped else numbers.squeeze(-1)
+            return numbers.squeeze(-1) if self._channels is None else numbers
 
         return Stored(
             _encoded(scaled, code.dtype, book), of_blocks(scales),
             None if zeros is None else of_blocks(zeros), book,
-            group=self.group or (1 if self.scale == "channel" else None), block=block,
-            rotated=self.rotate,
+            group=self._channels, block=block, rotated=self.rotate,
         )  # fmt: skip
 
     def _block(self, x: Tensor, slots: int) -> int:
@@ -461,6 +451,8 @@ class Stored:
 
     def _of_blocks(self, numbers: Tensor, dense: bool) -> Tensor:
         shape = self._numbers_shape(dense)
+        if numbers.shape == shape:
+            return numbers
         if shape is None or not _broadcasts(numbers.shape, shape):
             layout = "dense" if dense else "paged or packed"
             raise InputError(
@@ -482,27 +474,30 @@ class Stored:
         kv_len / block, groups] where dense. Raises InputError, which calls the tensor `name`, where
         pages do not follow each other.
         """
-        found = {f"{name}_scale": self.scales}
-        if self.zeros is not None:
-            found[f"{name}_zero"] = self.zeros
-        found = {key: self._of_blocks(value, dense) for key, value in found.items()}
-        if self.group is None:
-            found = {key: value.unsqueeze(-1) for key, value in found.items()}
-        if not dense:
-            found = {key: self._of_slots(name, value) for key, value in found.items()}
-        numbers: dict[str, Tensor | int] = {**found}
+        found: dict[str, Tensor | int] = {}
+        for what, value in (("scale", self.scales), ("zero", self.zeros)):
+            if value is None:
+                continue
+            value = self._of_blocks(value, dense)
+            if dense:
+                value = value.unsqueeze(-1) if self.group is None else value
+            else:
+                value = self._of_slots(name, value)
+            found[f"{name}_{what}"] = value
         if self.codebook is not None and decodes:
-            numbers[f"{name}_codebook"] = self.codebook
+            found[f"{name}_codebook"] = self.codebook
         if self.block > 1:
-            numbers[f"{name}_shift"] = self.block.bit_length() - 1
-        return numbers
+            found[f"{name}_shift"] = self.block.bit_length() - 1
+        return found
 
     def _of_slots(self, name: str, numbers: Tensor) -> Tensor:
-        if numbers.dim() < 3:
+        """[slots, num_kv_heads, groups] of one number a block of slots and group of channels."""
+        heads = -1 if self.group is None else -2
+        if numbers.dim() < 1 - heads:
             raise InputError(
                 f"codes of {name} must be pages or packed rows, not {self.codes.dim()}-d"
             )
-        shape = numbers.shape[-2:]
+        shape = (numbers.shape[heads], 1 if self.group is None else numbers.shape[-1])
         try:
             return numbers.view(-1, *shape) if numbers.numel() else numbers.reshape(0, *shape)
         except RuntimeError:

@@ -128,9 +128,9 @@ def _with_params(name: str, dense: bool, scales: bool, *fields: Any) -> type[Var
     shape = (*(slots if dense else (slots[2], slots[1])), decoding.groups)
     params: dict[str, Any] = {}
     if scales:
-        params[f"{side}_scale"] = tensor(*shape, dtype=decoding.dtype)
+        params[f"{side}_scale"] = tensor(*shape, dtype=decoding.scale_dtype)
         if decoding.zeros:
-            params[f"{side}_zero"] = tensor(*shape, dtype=decoding.dtype)
+            params[f"{side}_zero"] = tensor(*shape, dtype=decoding.scale_dtype)
         if decoding.codebook and "Scale" in name:
             params[f"{side}_codebook"] = tensor(16, dtype=torch.float32)
         if decoding.blocks:
@@ -209,21 +209,35 @@ def _class_of(*arguments: Any) -> type[Variant]:
     return _with_params(*arguments)
 
 
-def codes_of(name: str, x: object, own: Format | None, params: dict[str, object]) -> Tensor:
+def codes_of(
+    name: str, x: object, own: Format | None, decoding: Decoding | None, params: dict[str, object]
+) -> Tensor:
     """The codes of k or v, whose numbers are added to params; other tensors as they are.
 
-    own: what the object that runs was made with. Raises InputError.
+    own: what the object that runs was made with, and its decoding. Raises InputError.
     """
     if own is None and isinstance(x, Stored):
         raise InputError(f"{name} is an fa.kv.Stored, but no kv_format was given for {name}")
     if own is not None and not isinstance(x, Stored):
         raise InputError(f"{name} must be an fa.kv.Stored of {own}, got {type(x).__name__}")
-    if own is None or not isinstance(x, Stored):
+    if own is None or decoding is None or not isinstance(x, Stored):
         return x  # type: ignore[return-value]  # what it is, the call checks
-    if wrong := own.difference(x):
+    if wrong := _difference(x, own, decoding):
         raise InputError(f"{name} {wrong}, but its format is {own}")
     put_numbers(name, x, params)
     return x.codes
+
+
+def _difference(x: Stored, own: Format, decoding: Decoding) -> str:
+    """What x has that a format has not, in words; empty if it fits."""
+    if x.codes.dtype is not own.dtype:
+        return f"has codes of {x.codes.dtype}"
+    has = x.decoding
+    if has != decoding:
+        for name, one, other in zip(Decoding._fields, has, decoding, strict=True):
+            if one != other and not (name == "blocks" and other):  # blocks may be of one slot
+                return f"has {name}={one}"
+    return ""
 
 
 def put_numbers(

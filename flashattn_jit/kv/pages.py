@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..formats import Codes, Format, Stored
-from ..variants.ir.dtypes import CODES4
+from ..variants.ir.dtypes import CODES4, per_element
 from .int_buffer import Ints
 from .spec import Group
 
@@ -148,9 +148,7 @@ class Pages:
         assert group.head_dim_v is not None
         dims = (group.head_dim, group.head_dim_v)
         dtypes = [dtype if f is None else f.dtype for f in group.formats]
-        columns = [
-            dim // 2 if own is CODES4 else dim for dim, own in zip(dims, dtypes, strict=True)
-        ]
+        columns = [dim // per_element(own) for dim, own in zip(dims, dtypes, strict=True)]
         parts = [
             page_size * group.num_kv_heads * n * own.itemsize
             for n, own in zip(columns, dtypes, strict=True)

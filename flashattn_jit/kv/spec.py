@@ -13,7 +13,7 @@ import torch
 
 from ..codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ..errors import FlashAttnJitError, InputError, ParamError
-from ..formats import Format, Formats, KvFormat, kv_bytes, read_formats
+from ..formats import Formats, KvFormat, kv_bytes, read_formats
 from ..ops.append import check_applied_once, check_transform
 from ..ops.arguments.checks import check_heads, check_int, shown
 from ..ops.planning.batch_params import stand_ins
@@ -144,12 +144,6 @@ class Group:
                 "at the old ones; let the variant's key_mod change them when they are read"
             )
 
-    @property
-    def row_elements(self) -> tuple[int, int]:
-        """Elements of a token's keys and of its values, in one layer."""
-        assert self.head_dim_v is not None
-        return self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim_v
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spec:
@@ -217,10 +211,11 @@ class Spec:
         """
         groups = [
             [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, _transform_document(g),
-             [None if f is None else _format_document(f) for f in g.formats]]
+             [f and [f.code, f.scale, DTYPE_NAMES[f.scale_dtype], f.group, f.zero, f.rotate]
+              for f in g.formats]]
             for g in self.groups
         ]  # fmt: skip
-        document = ["fajit-kv/2", self.page_size, DTYPE_NAMES[self.dtype], groups]
+        document = ["fajit-kv/3", self.page_size, DTYPE_NAMES[self.dtype], groups]
         return hashlib.sha256(json.dumps(document).encode()).digest()
 
     @classmethod
@@ -348,12 +343,6 @@ def _bind_transform(group: Group) -> Bound | None:
         if given or isinstance(error, ParamError):
             return None
         raise
-
-
-def _format_document(form: Format) -> object:
-    own = [form.code, DTYPE_NAMES[form.scale_dtype]]
-    more = [form.group, form.zero, form.rotate]
-    return own if more == [None, False, False] else own + more
 
 
 def _transform_document(group: Group) -> object:

@@ -291,7 +291,7 @@ class AppendPlan:
         rows = (k, v, _codes(k_pages), _codes(v_pages))
         kept = [t for side in sides for t in (side.beside.scales, side.beside.zeros)]
         books = [side.beside.codebook for side in sides]
-        form = (sides[0].form, sides[1].form, *[
+        form = (*[(side.decoding, side.given) for side in sides], *[
             None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg())
             for t in (*rows, *kept, *books)
         ])  # fmt: skip

@@ -219,9 +219,9 @@ class BatchBase:
         plain = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
         if plain and self._formats == (None, None):
             return k, v  # type: ignore[return-value]
-        own_k, own_v = self._formats
-        check_partial(self._decodings[1], self._given, partial)
-        return codes_of("k", k, own_k, params), codes_of("v", v, own_v, params)
+        (own_k, own_v), (of_k, of_v) = self._formats, self._decodings
+        check_partial(of_v, self._given, partial)
+        return codes_of("k", k, own_k, of_k, params), codes_of("v", v, own_v, of_v, params)
 
     def _run(
         self,

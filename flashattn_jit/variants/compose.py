@@ -20,6 +20,7 @@ class ComposedVariant(Variant):
     _operation: str
     _prefix: str
     _kept: tuple[str, ...]
+    _name: str
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class ComposedVariant(Variant):
         self.__dict__.update(_operation=operation, _parts=parts, _prefix=prefix, _kept=kept)
         self.__dict__["_shape"] = (operation, prefix, kept, *(p._shape for p in parts))
         self.__dict__["_declared"] = tuple(declared)
+        self.__dict__["_name"] = self._expression()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names = ("_operation", "_parts", "_prefix", "_kept")
@@ -44,7 +46,10 @@ class ComposedVariant(Variant):
 
     @property
     def name(self) -> str:
-        """The expression without arguments: ``Causal & ~Chunked``."""
+        """The expression without arguments: ``Causal & ~Chunked``; made once, as calls read it."""
+        return self._name
+
+    def _expression(self) -> str:
         looser = {"and": ("or",), "not": ("and", "or")}.get(self._operation, ())
         names = [f"({p.name})" if _joint(p) in looser else p.name for p in self._parts]
         joint = {"and": " & ", "or": " | "}.get(self._operation)

@@ -7,6 +7,7 @@ import importlib
 import importlib.machinery
 import json
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -181,3 +182,19 @@ def test_each_call_runs_in_the_emulator(name, folder, tmp_path, monkeypatch, cap
             if len(left) > ALLOWED[file].get(function, 0):
                 missed.append(f"{file}: {function}: lines {sorted(left)}")
     assert not missed, "\n".join(missed)
+
+
+@needs_nvcc
+def test_copies_are_measured_in_turn(tmp_path: Path) -> None:
+    """This checkout twice: as it is, and with a tile that its kernels do not have."""
+    case = "D128 S1024 ALiBi"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.steps", "--dry-run", "--case", case, "--turns", "1",
+         "--out", str(tmp_path), ".", ".:64x64"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    (result,) = tmp_path.glob("dry-run-steps-*.json")
+    rows = {r["claim"]: r for r in json.loads(result.read_text())["gpu steps"]["rows"]}
+    assert rows[f"{case}, ."]["measured"] == 1.0 and "TFLOP/s; " in rows[f"{case}, ."]["detail"]
+    assert "CompileError" in rows[f"{case}, .:64x64: FAILED"]["detail"]

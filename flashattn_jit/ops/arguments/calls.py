@@ -21,7 +21,7 @@ from ... import _C
 from ...errors import InputError
 from ...torch_modes import need_values, refuse_transforms
 from ...variants.binding import Structure
-from ...variants.ir.dtypes import CODES4
+from ...variants.ir.dtypes import per_element
 from ...variants.params import Dims
 from . import checks
 
@@ -123,7 +123,7 @@ class Form:
     @property
     def head_dim_v(self) -> int:
         """Head dim of v and out."""
-        return self.v_shape[-1] * (2 if self.dtypes[2] is CODES4 else 1)
+        return self.v_shape[-1] * per_element(self.dtypes[2])
 
     @property
     def kv_extents(self) -> tuple[int, int]:

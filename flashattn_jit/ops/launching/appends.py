@@ -97,14 +97,8 @@ class Side(NamedTuple):
     """
 
     decoding: Decoding | None = None
-    group: int | None = None
     given: bool = False
     beside: BesideCodes = BesideCodes()
-
-    @property
-    def form(self) -> object:
-        """All but the tensors."""
-        return self.decoding, self.group, self.given
 
 
 def written(name: str, pages: Codes) -> Side:
@@ -118,7 +112,7 @@ def written(name: str, pages: Codes) -> Side:
     if not given and pages.codes.dim() != 4:
         raise InputError(f"{name} must be pages, [num_pages, page_size, num_kv_heads, ...]")
     beside = BesideCodes(numbers[0], numbers[1], has_zeros, pages.codebook)
-    return Side(pages.decoding, pages.group, given, beside)
+    return Side(pages.decoding, given, beside)
 
 
 def _number_layout(numbers: torch.Tensor | None, dtype: int) -> _Layout:

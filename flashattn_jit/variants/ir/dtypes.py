@@ -19,9 +19,14 @@ KV_NAMES = {**DTYPE_NAMES, CODES4: "bits4x2"}
 """The names of dtypes that q, k and v may have, and of more."""
 
 
+def per_element(dtype: torch.dtype) -> int:
+    """Values that an element of a row holds."""
+    return 2 if dtype is CODES4 else 1
+
+
 def row_dim(rows: torch.Tensor) -> int:
     """Values of a row: the last dim, or twice that in codes of 4 bits."""
-    return rows.shape[-1] * 2 if rows.dtype is CODES4 else rows.shape[-1]
+    return rows.shape[-1] * per_element(rows.dtype)
 
 
 def unpacked(pairs: torch.Tensor) -> torch.Tensor:

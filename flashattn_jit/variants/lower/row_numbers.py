@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..ir.ir import HOOK_INPUTS, Graph, GraphBuilder, Node, TensorParam
-from .block import straight_line
+from .block import lower_graph, needed, straight_line
 from .expressions import TAG
 
 _INPUTS = HOOK_INPUTS["key_mod"][1:]
@@ -237,7 +237,8 @@ def _number(graph: Graph, tensors: Sequence[TensorParam]) -> tuple[list[str], st
 
 
 def _offset(graph: Graph, tensors: Sequence[TensorParam]) -> tuple[list[str], str]:
-    """The statements of the offset: those of the load without the last one."""
-    lines, _ = straight_line(graph, tensors, "n_")
-    offset = lines.pop().rpartition(", ")[2].removesuffix(");")
-    return lines, f"ops::widen<vl>({offset})"
+    """The statements of the offset at which a load reads."""
+    block, load = lower_graph(graph, tensors, "n_")
+    uses = block.statements[load].uses
+    offset = uses[0] if uses else "INT64_C(0)"
+    return [block.line(s) for s in needed(block, [offset])], f"ops::widen<vl>({offset})"

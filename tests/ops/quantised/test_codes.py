@@ -48,7 +48,7 @@ def test_every_code_is_read_as_its_value(dtype, q_dtype, target) -> None:
             assert_same(lse[0, :, 0], row.float())
 
 
-@pytest.mark.parametrize("dim", [32, 40, 64, 128, 256])
+@pytest.mark.parametrize("dim", [32, 40, 64, 128, 192, 256])
 @pytest.mark.parametrize(
     ("target", "q_dtype"),
     [(HOST_TARGETS[-1], torch.bfloat16), *((t, torch.float32) for t in TARGETS)],

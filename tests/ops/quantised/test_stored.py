@@ -270,7 +270,7 @@ def wrong_calls() -> dict[str, tuple[Any, str]]:
         ),
         "other dtype": (
             lambda: run(made, Format("int8", scale_dtype=torch.half).quantize(rows), stored),
-            "k has dtype=torch.float16, but",
+            "k has scale_dtype=torch.float16, but",
         ),
         "no zeros": (
             lambda: run(made, Format("int8", zero=True).quantize(rows), stored), "k has zeros=True",

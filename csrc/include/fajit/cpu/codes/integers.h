@@ -160,6 +160,20 @@ FAJIT_INLINE vi settled(vi total, ProductSum a) {
 }
 #endif
 
+// Adds all sums, of rows and their two bytes, to the totals.
+template <int NR, int N>
+FAJIT_INLINE void settle(vi (&total)[NR][2][N], ProductSum (&sums)[NR][2][N]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < NR; ++r)
+#pragma GCC unroll 2
+    for (int limb = 0; limb < 2; ++limb)
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) {
+        total[r][limb][i] = settled(total[r][limb][i], sums[r][limb][i]);
+        if constexpr (!FAJIT_VNNI) sums[r][limb][i] = ProductSum{};
+      }
+}
+
 // How rows of Dim codes lie in vectors, and what a vector has.
 template <class Code, int Dim>
 struct CodeVectors {
@@ -209,23 +223,12 @@ FAJIT_INLINE void integer_scores(KeyRows k, int count, const float* numbers, con
       const int8_t* const of_group = q + g * NR * QBytes;
       ProductSum acc[NR][2][chains] = {};
       vi settled_sum[NR][2][chains] = {};
-      const auto settle = [&]() __attribute__((always_inline)) {
-#pragma GCC unroll 4
-        for (int r = 0; r < NR; ++r)
-#pragma GCC unroll 2
-          for (int limb = 0; limb < 2; ++limb)
-#pragma GCC unroll 2
-            for (int i = 0; i < chains; ++i) {
-              settled_sum[r][limb][i] = settled(settled_sum[r][limb][i], acc[r][limb][i]);
-              if constexpr (!FAJIT_VNNI) acc[r][limb][i] = ProductSum{};
-            }
-      };
       vf total[NR] = {};
       // Adds the products of a group of channels, which begins at channel d.
       const auto finish = [&](int d) __attribute__((always_inline)) {
         const int own = whole ? 0 : d / channels;
         const vf key_scale = load(numbers + own * Keys + n);
-        settle();
+        settle(settled_sum, acc);
 #pragma GCC unroll 4
         for (int r = 0; r < NR; ++r) {
           int32_t of_row = whole ? rows[g * NR + r].sum : 0;
@@ -258,7 +261,7 @@ FAJIT_INLINE void integer_scores(KeyRows k, int count, const float* numbers, con
 #pragma GCC unroll 16
           for (int j = 0; j < in_vector; ++j) {
             const vi codes = Vectors::template codes_of<part.value>(x[j]);
-            // As many as keys, evenly: in a burst they took 1.2 times as long.
+            // As many as keys, evenly: in a burst decoding took 1.2 times as long (by hand).
             constexpr int every = words >= kLanes ? words / kLanes : 1;
             if (g == 0 && part.value == 0 && j % every == 0) {
               fetch();
@@ -271,7 +274,7 @@ FAJIT_INLINE void integer_scores(KeyRows k, int count, const float* numbers, con
                 acc[r][limb][j % chains] =
                     add_products(acc[r][limb][j % chains], codes, at,
                                  r * QBytes + limb * Dim + part.value * (Dim / 2) + 4 * j);
-            if (!FAJIT_VNNI && (j + 1) % kProducts == 0) settle();
+            if (!FAJIT_VNNI && (j + 1) % kProducts == 0) settle(settled_sum, acc);
             if (!whole && (j + 1) % run == 0)
               finish(part.value * (Dim / 2) + c * kVectorBytes + (j + 1 - run) * 4);
           }
@@ -383,17 +386,6 @@ FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const 
         of_vector[j] = p + (g * NR + dim_of(first + j) / channels * Rows) * stride;
       ProductSum acc[NR][2][pass] = {};
       vi total[NR][2][pass] = {};
-      const auto settle = [&]() __attribute__((always_inline)) {
-#pragma GCC unroll 4
-        for (int r = 0; r < NR; ++r)
-#pragma GCC unroll 2
-          for (int limb = 0; limb < 2; ++limb)
-#pragma GCC unroll 8
-            for (int j = 0; j < pass; ++j) {
-              total[r][limb][j] = settled(total[r][limb][j], acc[r][limb][j]);
-              if constexpr (!FAJIT_VNNI) acc[r][limb][j] = ProductSum{};
-            }
-      };
       for (int n = 0; n < count; n += 4) {
         vi x[pass];
         read(n, x);
@@ -407,9 +399,9 @@ FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const 
               const int8_t* const base = of_vector[j / same * same] + n;
               acc[r][limb][j] = add_products(acc[r][limb][j], x[j], base, r * stride + limb * N);
             }
-        if (!FAJIT_VNNI && n % (4 * kProducts) == 4 * (kProducts - 1)) settle();
+        if (!FAJIT_VNNI && n % (4 * kProducts) == 4 * (kProducts - 1)) settle(total, acc);
       }
-      settle();
+      settle(total, acc);
 #pragma GCC unroll 4
       for (int r = 0; r < NR; ++r)
 #pragma GCC unroll 8

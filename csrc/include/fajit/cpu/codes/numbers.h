@@ -156,9 +156,7 @@ FAJIT_INLINE void fetch_numbers(const Context& c, int32_t b, int32_t kv_h, vi kv
 // The values of 16 codes, by index.
 class Table {
  public:
-  FAJIT_INLINE Table() {
-    for (int i = 0; i < 16; ++i) values_[i] = static_cast<float>(i - 8);
-  }
+  Table() = default;  // of codes without a codebook: never read
   explicit FAJIT_INLINE Table(const fajit_tensor& t) {
     for (int i = 0; i < 16; ++i) {  // indices are clamped, as in hooks
       const int64_t at = i < t.sizes[0] ? i : t.sizes[0] - 1;

@@ -215,7 +215,7 @@ class Quantizer {
   }
 
   // out = the integers nearest to x / scale, none of which is beyond the largest. Products with 1 /
-  // scale are as good as quotients, which take twice as long, unless they are nearly halves.
+  // scale, which take less time than quotients, are as good unless they are nearly halves.
   FAJIT_INLINE void round_to_integers(const float* x, int count, uint8_t* out, float scale) const {
     constexpr float whole = 0x1.8p23f;            // its ulp is 1
     constexpr float near_half = 0.5f - 0x1p-13f;  // products are off by less than 2^-22 of 127
