@@ -5,12 +5,13 @@
     python -m benchmarks.gpu compute FOLDER    prefill, hooks, masks, tiles, counters; with peers
     python -m benchmarks.gpu memory FOLDER     decoding, splits, batches, graphs; then tests/gpu
 
-FOLDER is the pack. The last three take their kernels from it and compile none; each is useful
-alone, writes results/<device>-<command>-<date>.json (--out) and prints a table last. A measurement
-that fails is a row, and the others follow; those that would end after --limit seconds are left out
-and listed. Without a CUDA device they say so and exit with status 2. With --dry-run they run in the
-emulator, with kernels that are compiled as needed, small sizes and fewer cases; the times mean
-nothing.
+FOLDER is the pack. The last three take their kernels from it and compile none; without FOLDER,
+compute and memory compile what they need. Each is useful alone, writes
+results/<device>-<command>-<date>.json (--out) and prints a table last; --only TEXT measures what
+has that text in its name. A measurement that fails is a row, and the others follow; those that
+would end after --limit seconds are left out and listed. Without a CUDA device they say so and exit
+with status 2. With --dry-run they run in the emulator, with kernels that are compiled as needed,
+small sizes and fewer cases; the times mean nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     made.add_argument("--no-tests", action="store_true", help="without the kernels of tests/gpu")
     for name in CALLS:
         call = commands.add_parser(name, help=f"the {name} call")
-        call.add_argument("folder", type=Path, help="the pack")
+        optional = {} if name == "check" else {"nargs": "?"}
+        call.add_argument("folder", type=Path, help="the pack", **optional)
+        call.add_argument("--only", action="append", metavar="TEXT", help="may be given again")
         call.add_argument("--pairs", type=int, default=PAIRS, help="rounds (%(default)s)")
         call.add_argument("--limit", type=float, default=LIMITS_S[name],
                           help="seconds (%(default)s)")  # fmt: skip
@@ -80,7 +83,11 @@ def call(name: str, machine: Machine, options: argparse.Namespace) -> int:
     clock = Clock(options.limit)
     rows: list[Row] = []
     found = context(machine, options)
-    measurements = CALLS[name](machine, options.pairs, options.folder, clock)
+    measurements = [
+        one
+        for one in CALLS[name](machine, options.pairs, options.folder, clock)
+        if not options.only or any(text in one.what for text in options.only)
+    ]
     for row in measured(machine, clock, measurements):
         rows.append(row)  # saved at each row: a later kernel may hang
         save(f"gpu {name}", f"{machine.name()}-{name}", found, rows, options.out)
@@ -106,7 +113,7 @@ def context(machine: Machine, options: argparse.Namespace) -> dict[str, object]:
         "multiprocessors": machine.hardware.num_sms,
         "before": machine.describe(),
         "rounds": options.pairs,
-        "pack": pack.about(options.folder),
+        "pack": pack.about(options.folder) if options.folder else {},
         "versions": {**versions(), "cuda": str(torch.version.cuda),
                      "flashinfer": flashinfer_version() or "none"},
     }  # fmt: skip
@@ -138,7 +145,8 @@ def main() -> int:
         profiled_call(machine, options.name)
         return 0
     # The emulator runs PTX, which a pack does not hold.
-    with contextlib.nullcontext() if options.dry_run else pack.used(options.folder):
+    compiles = options.dry_run or options.folder is None
+    with contextlib.nullcontext() if compiles else pack.used(options.folder):
         return call(options.command, machine, options)
 
 

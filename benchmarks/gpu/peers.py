@@ -89,17 +89,17 @@ def flashinfer_version() -> str:
 def flashinfer_prefill(
     machine: Machine, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
 ) -> dict[str, Run]:
-    """FlashInfer's FA2-class kernel on one request: q, k, v [1, H, S, D]."""
+    """FlashInfer's kernels on one request, FlashAttention 2's and 3's: q, k, v [1, H, S, D]."""
     if not flashinfer_version():
         return {}
     module = importlib.import_module("flashinfer")
     rows = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
-    run = {
-        "flashinfer": lambda: module.single_prefill_with_kv_cache(
-            *rows, causal=is_causal, backend="fa2"
-        )
-    }
-    return that_work(run, machine.synchronize)
+
+    def run(backend: str) -> Run:
+        return lambda: module.single_prefill_with_kv_cache(*rows, causal=is_causal, backend=backend)
+
+    runs = {f"flashinfer {backend}": run(backend) for backend in ("fa2", "fa3")}
+    return that_work(runs, machine.synchronize)
 
 
 def flashinfer_decode(

@@ -64,6 +64,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if env.compile_mode() == "never":  # all kernels are in a pack
         return
+    if hasattr(session.config, "workerinput"):  # pytest -n: the tests compile in parallel
+        return
     from tests.gpu.harness import Want, device_target
     from tests.gpu.prewarm import compile_one
 

@@ -1,7 +1,7 @@
 #include "host/hardware.h"
 
+#include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <initializer_list>
 
 #if defined(__x86_64__)
@@ -86,16 +86,22 @@ std::vector<std::string> detect_features() { return {}; }
 
 #endif
 
-// "48K", "1024K" or "32M" of /sys as bytes; 0 where unreadable.
-int64_t read_size(const std::string& path) {
-  std::ifstream file(path);
-  int64_t size = 0;
-  char unit = '\0';
-  if (!(file >> size)) return 0;
-  file >> unit;
-  if (unit == 'K') return size << 10;
-  if (unit == 'M') return size << 20;
-  return size;
+// The first word of a file, empty where it cannot be read. By C's stdio: with torch 2.11 and g++ 13,
+// std::ifstream crashed in this library; the cause is not known.
+std::string first_word(const std::string& path) {
+  char word[32] = "";
+  if (std::FILE* file = std::fopen(path.c_str(), "re")) {
+    if (std::fscanf(file, "%31s", word) != 1) word[0] = '\0';
+    std::fclose(file);
+  }
+  return word;
+}
+
+// "48K", "1024K" or "32M" of /sys as bytes; 0 of other texts.
+int64_t bytes_of(const std::string& text) {
+  char* unit = nullptr;
+  const int64_t size = std::strtoll(text.c_str(), &unit, 10);
+  return *unit == 'K' ? size << 10 : *unit == 'M' ? size << 20 : size;
 }
 
 std::array<int64_t, 3> detect_cache_sizes() {
@@ -103,12 +109,10 @@ std::array<int64_t, 3> detect_cache_sizes() {
   std::array<int64_t, 3> sizes{};
   for (int i = 0; i < kMostCaches; ++i) {
     const std::string index = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i);
-    int level = 0;
-    if (!(std::ifstream(index + "/level") >> level)) break;
-    std::string type;
-    std::ifstream(index + "/type") >> type;
-    if (type == "Instruction" || level < 1 || level > 3) continue;
-    sizes[static_cast<size_t>(level - 1)] = read_size(index + "/size");
+    const std::string level = first_word(index + "/level");
+    if (level.empty()) break;
+    if (level < "1" || level > "3" || first_word(index + "/type") == "Instruction") continue;
+    sizes[static_cast<size_t>(level[0] - '1')] = bytes_of(first_word(index + "/size"));
   }
   return sizes;
 }
