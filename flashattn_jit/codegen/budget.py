@@ -8,13 +8,15 @@ slots with them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ..variants.ir.ir import ROW_HOOKS, VariantIR
 from ..variants.lower.expressions import Uniforms
 from ..variants.lower.row import lower_cuda
-from .spec import KernelSpec
+from ..variants.lower.row_numbers import row_numbers
+from .spec import DTYPE_BYTES, KernelSpec
 from .targets import architecture
 
 WARP = 32
@@ -138,6 +140,42 @@ def warpgroup_registers(spec: KernelSpec) -> tuple[int, int]:
     return (64, 192) if ctas_per_sm(spec) == 2 else (0, 0)
 
 
+def code_pitch(head_dim: int, dtype: str) -> int:
+    """Bytes from one row of keys or values to the next in a ring of codes (`tile/codes.h`)."""
+    return _up(math.ceil(head_dim * DTYPE_BYTES[dtype]), 16)
+
+
+def loaded_bytes(spec: KernelSpec) -> int:
+    """Bytes of shared memory that a key and its value are loaded to."""
+    if spec.has_codes:
+        return code_pitch(spec.head_dim, spec.k_dtype) + code_pitch(spec.head_dim_v, spec.v_dtype)
+    return row_bytes(spec.head_dim) + row_bytes(spec.head_dim_v)
+
+
+def _decoded_numbers(spec: KernelSpec) -> int:
+    """Floats that a row of codes needs for its scales and zero points: see `Widening`."""
+    counts = [0]
+    for hook, head_dim in (("key_mod", spec.head_dim), ("value_mod", spec.head_dim_v)):
+        found = row_numbers(spec.variant.hook(hook), spec.variant.tensors)
+        if found is not None and head_dim % (8 * len(found.scales)) == 0:
+            counts.append(len(found.scales) + len(found.zeros))
+    return max(counts)
+
+
+def _ring_bytes(spec: KernelSpec) -> int:
+    """Buffers of keys and values; of codes also the tiles that they are widened to, and the
+    numbers of their rows."""
+    loaded = spec.num_stages * spec.tile_kv * loaded_bytes(spec)
+    if not spec.has_codes:
+        return loaded
+    wide = row_bytes(spec.head_dim), row_bytes(spec.head_dim_v)
+    numbers = 4 * _decoded_numbers(spec)
+    if spec.tile_kind == "few_row":  # a warp's values replace its keys
+        keys = spec.tile_kv // spec.num_warps
+        return loaded + spec.tile_kv * max(wide) + spec.num_warps * _up(keys * numbers, 128)
+    return loaded + spec.tile_kv * (sum(wide) + numbers)
+
+
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of the attention kernel, as its headers lay it out.
 
@@ -150,7 +188,7 @@ def shared_bytes(spec: KernelSpec) -> int:
         return _wgmma_shared_bytes(spec)
     out_row = 4 * (_up(padded(spec.head_dim_v), 32) + 8)
     queries = spec.tile_q * row_bytes(spec.head_dim)
-    ring = spec.num_stages * spec.tile_kv * (row_bytes(spec.head_dim) + row_bytes(spec.head_dim_v))
+    ring = _ring_bytes(spec)
     if spec.tile_kind == "few_row":
         used = queries + max(ring, spec.num_warps * spec.tile_q * (out_row + 8))
     else:

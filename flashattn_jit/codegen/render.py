@@ -17,7 +17,7 @@ from .budget import (
     shared_bytes,
     warpgroup_registers,
 )
-from .spec import CPP_TYPES, AnySpec, KernelSpec, UtilitySpec, matrix_dtype
+from .spec import CPP_TYPES, CUDA_CODES, AnySpec, KernelSpec, UtilitySpec, matrix_dtype
 from .targets import CPU_ROWS, has_amx, is_cuda, sm_version
 
 _NOT_WITH_SPARSE = {
@@ -74,9 +74,13 @@ def _cpu_names(spec: KernelSpec) -> dict[str, object]:
 
 
 def _cuda_code(spec: KernelSpec) -> dict[str, object]:
+    element = {"float16": "Float16", "bfloat16": "Bfloat16"}[spec.q_dtype]
+    codes = spec.has_codes and spec.tile_kind != "append"
+    stored = (CUDA_CODES.get(name, f"NoCodes<{element}>") for name in (spec.k_dtype, spec.v_dtype))
     return {
-        "element": {"float16": "Float16", "bfloat16": "Bfloat16"}[spec.q_dtype],
-        "hooks": lower_hooks(spec.variant, spec.name, backend="cuda"),
+        "element": element,
+        "codes": tuple(stored) if codes else (),
+        "hooks": lower_hooks(spec.variant, spec.name, "cuda", codes),
     }
 
 

@@ -52,22 +52,24 @@ class StorageDtype:
         bytes: of one value.
         cpp: its type in the headers of CPU kernels (fajit/cpu/vector/load_row.h).
         short: what people call it, where its name is long.
+        cuda: of codes, their type in the headers of CUDA kernels (fajit/cuda/tile/codes.h).
     """
 
     name: str
     bytes: float
     cpp: str
     short: str = ""
+    cuda: str = ""
 
 
 STORAGE = (
     StorageDtype("float32", 4, "float", "fp32"),
     StorageDtype("bfloat16", 2, "bfloat16_t", "bf16"),
     StorageDtype("float16", 2, "half_t", "fp16"),
-    StorageDtype("int8", 1, "int8_t"),
-    StorageDtype("float8_e4m3fn", 1, "e4m3_t", "fp8"),
-    StorageDtype("float8_e5m2", 1, "e5m2_t", "e5m2"),
-    StorageDtype("bits4x2", 0.5, "int4x2_t", "int4"),  # two values an element
+    StorageDtype("int8", 1, "int8_t", cuda="Int8Codes"),
+    StorageDtype("float8_e4m3fn", 1, "e4m3_t", "fp8", "E4m3Codes"),
+    StorageDtype("float8_e5m2", 1, "e5m2_t", "e5m2", "E5m2Codes"),
+    StorageDtype("bits4x2", 0.5, "int4x2_t", "int4", "Int4Codes"),  # two values an element
 )
 
 DTYPE_BYTES = {dtype.name: dtype.bytes for dtype in STORAGE}
@@ -76,7 +78,10 @@ DTYPE_BYTES = {dtype.name: dtype.bytes for dtype in STORAGE}
 CPP_TYPES = {dtype.name: dtype.cpp for dtype in STORAGE}
 """The types of these dtypes in the headers of CPU kernels."""
 
-CODE_DTYPES = tuple(dtype.name for dtype in STORAGE if dtype.bytes <= 1)
+CUDA_CODES = {dtype.name: dtype.cuda for dtype in STORAGE if dtype.cuda}
+"""The types of quantised keys and values in the headers of CUDA kernels."""
+
+CODE_DTYPES = tuple(CUDA_CODES)
 """Dtypes of quantised keys and values."""
 
 KV_DTYPES = tuple(DTYPE_BYTES)
@@ -174,7 +179,8 @@ def resolve_target(target: str | None) -> str:
 def cuda_dtypes(target: str) -> tuple[str, ...]:
     """The dtypes of q, k and v on a CUDA target, which multiplies them on matrix units.
 
-    All three have one dtype, with fp32 accumulate. float32 is not supported: three tf32 products
+    All three have one dtype, with fp32 accumulate; but keys and values may be codes, which become
+    that dtype on chip. float32 is not supported: three tf32 products
     would run at a third of the rate, double the shared memory of every tile and keep 21 bits of
     each operand. CPU targets have fp32's accuracy, bfloat16 has the speed.
     """
@@ -185,7 +191,7 @@ def cuda_dtypes(target: str) -> tuple[str, ...]:
 def takes_dtypes(target: str, dtypes: tuple[str, str, str]) -> bool:
     """Whether a target has kernels for these dtypes of q, k and v."""
     if is_cuda(compiled_target(target)):
-        return dtypes[0] in cuda_dtypes(target) and len(set(dtypes)) == 1
+        return dtypes[0] in cuda_dtypes(target) and {*dtypes[1:]} <= {dtypes[0], *CODE_DTYPES}
     return dtypes[0] in Q_DTYPES and {*dtypes[1:]} <= DTYPE_BYTES.keys()
 
 
@@ -271,14 +277,15 @@ def _checked(target: str | None, device: torch.device) -> str:
 
 
 def check_matrix_dtypes(tensors: Sequence[torch.Tensor], target: str) -> None:
-    """Raises InputError unless q, k and v have one dtype that a CUDA target supports."""
+    """Raises InputError unless q, k and v have one dtype that a CUDA target supports, or k and v
+    are codes."""
     q, k, v = (str(t.dtype).removeprefix("torch.") for t in tensors)
     if takes_dtypes(target, (q, k, v)):
         return
     allowed = [f"torch.{name}" for name in cuda_dtypes(target)]
     raise InputError(
         f"CUDA kernels of {compiled_target(target)} take q, k and v of one dtype, "
-        f"{' or '.join(allowed)}; got q torch.{q}, k torch.{k}, v torch.{v}. "
+        f"{' or '.join(allowed)}, or codes for k and v; got q torch.{q}, k torch.{k}, v torch.{v}. "
         f"Convert them with .to({allowed[0]}), or call on CPU tensors without a CUDA target, where "
         "float32 is supported"
     )
@@ -324,6 +331,11 @@ class KernelSpec:
     name: str = field(default="variant", compare=False)  # for logical #line names only
     num_warps: int = 0
     num_stages: int = 0
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether keys or values are quantised."""
+        return self.k_dtype in CODE_DTYPES or self.v_dtype in CODE_DTYPES
 
     @property
     def template(self) -> str:

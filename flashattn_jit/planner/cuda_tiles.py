@@ -21,6 +21,7 @@ from ..codegen.budget import (
     ctas_per_sm,
     fits,
     limits,
+    loaded_bytes,
     padded,
     register_budget,
     shared_bytes,
@@ -104,6 +105,9 @@ def _long(graph: Graph) -> bool:
 
 
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
+_FEW_ROW_CODES = (Tile(16, 128, 4), *_FEW_ROW)
+"""Twice the keys, in as many bytes: a turn's walk and look-ups serve more of them."""
+
 _WGMMA: tuple[tuple[int, tuple[Tile, ...]], ...] = (
     (64, (*(Tile(128, n, 12) for n in (192, 128, 64)), Tile(64, 128, 8), Tile(64, 64, 8))),
     (128, (*(Tile(128, n, 12) for n in (128, 64)), Tile(64, 80, 8), Tile(64, 64, 8))),
@@ -139,6 +143,8 @@ def against_wgmma(spec: KernelSpec, tma: bool = True) -> str:
     for hook in ("key_mod", "value_mod"):
         if spec.variant.has(hook):
             return f"{hook} changes rows that wgmma would read"
+    if spec.has_codes:
+        return "codes are widened in shared memory, which wgmma would read"
     dims = (spec.head_dim, spec.head_dim_v)
     if min(dims) < 64 or any(n % 8 for n in dims):
         return "a head dim is below 64, or not a multiple of 8"
@@ -185,6 +191,8 @@ def ladder(spec: KernelSpec, rows: int, tma: bool = True) -> tuple[KernelSpec, .
     widest = max(padded(spec.head_dim), padded(spec.head_dim_v))
     spec = replace(spec, target=called_target(spec.target))
     tiles = preferences(rows, widest, spec.target)
+    if kind == "few_row" and spec.has_codes:
+        tiles = _FEW_ROW_CODES
     if kind == "prefill":
         tiles = tuple(t for t in tiles if t.tile_kv <= _most_keys(spec, widest))
     tiled = [_with(spec, t, kind) for t in tiles]
@@ -224,6 +232,8 @@ def with_stages(spec: KernelSpec) -> KernelSpec:
     if spec.tile_kind == "prefill_wgmma":
         return replace(spec, num_stages=2)
     if spec.tile_kind == "prefill":
+        if spec.has_codes:  # the next tile is loaded beside the one that was widened
+            return spec
         ring = replace(spec, num_stages=2)
         without = architecture(spec.target) == "sm_75" or not fits(ring)
         return spec if without or ctas_per_sm(ring) < ctas_per_sm(spec) else ring
@@ -236,6 +246,8 @@ def with_stages(spec: KernelSpec) -> KernelSpec:
 def in_flight_bytes(spec: KernelSpec) -> int:
     """Bytes of K and V in flight to one multiprocessor while its blocks compute."""
     stage = spec.tile_kv * (padded(spec.head_dim) + padded(spec.head_dim_v)) * 2
+    if spec.has_codes:
+        stage = spec.tile_kv * loaded_bytes(spec)
     return (spec.num_stages - 1) * stage * ctas_per_sm(spec) if fits(spec) else 0
 
 

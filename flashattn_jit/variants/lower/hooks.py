@@ -38,8 +38,14 @@ Backend = Literal["cpu", "cuda"]
 _DECLARE = {"cpu": "static", "cuda": "FAJIT_FN static"}
 
 
-def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "cpu") -> str:
-    """The text of ``struct Hooks`` for `variant`; `name` appears in the names of ``#line``."""
+def lower_hooks(
+    variant: VariantIR, name: str = "variant", backend: Backend = "cpu", codes: bool = True
+) -> str:
+    """The text of ``struct Hooks`` for `variant`; `name` appears in the names of ``#line``.
+
+    codes: whether the kernel may read rows where they are stored, by the numbers of their hooks. On
+    CUDA those over codes do.
+    """
     declare = _DECLARE[backend]
     flags = [
         f"  static constexpr bool {flag} = {literal(variant.has(hook), 'bool')};"
@@ -56,14 +62,13 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
     parts += [pair.lower(variant, declare, uniforms)]
     for hook in ("pointwise", "pointwise_scale", "sink"):
         parts.append(_scalar_hook(variant, hook, declare, uniforms))
-    if uniforms is not None:
-        parts.insert(1, uniforms.text())
     parts += [text for text, _ in rows]
-    if backend == "cpu":
-        for struct, hook in _DECODED.items():
-            found = row_numbers(variant.hook(hook), variant.tensors)
-            parts.append(lower_numbers(struct, found, variant.tensors))
+    for struct, hook in _DECODED.items() if codes else ():
+        found = row_numbers(variant.hook(hook), variant.tensors)
+        parts.append(lower_numbers(struct, found, variant.tensors, uniforms))
     parts.append(_classify(variant, declare))
+    if uniforms is not None:  # all that the host computes are known
+        parts.insert(1, uniforms.text())
     body = "\n\n".join(p for p in parts if p)
     return f"struct Hooks {{\n{body}\n}};\n"
 

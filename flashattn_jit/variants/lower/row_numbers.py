@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..ir.ir import HOOK_INPUTS, Graph, GraphBuilder, Node, TensorParam
 from .block import lower_graph, needed, straight_line
-from .expressions import TAG
+from .expressions import TAG, Uniforms, arguments
 
 _INPUTS = HOOK_INPUTS["key_mod"][1:]
 
@@ -139,11 +139,21 @@ def _reads_row(graph: Graph) -> list[bool]:
 # --- C++ -----------------------------------------------------------------------------------------
 
 
-def lower_numbers(name: str, found: RowNumbers | None, tensors: Sequence[TensorParam]) -> str:
-    """``struct KeyNumbers`` or ``ValueNumbers``, for fajit/cpu/codes/numbers.h."""
+def lower_numbers(
+    name: str,
+    found: RowNumbers | None,
+    tensors: Sequence[TensorParam],
+    uniforms: Uniforms | None = None,
+) -> str:
+    """``struct KeyNumbers`` or ``ValueNumbers``, for fajit/cpu/codes/numbers.h, or with the values
+    that the host computes for fajit/cuda/tile/codes.h."""
+    if found is None and uniforms is not None:
+        return f"  using {name} = cuda::NoNumbers;"
     if found is None:
         return f"  struct {name} {{ static constexpr int kGroups = 0, kCount = 0; }};"
     graphs = [*found.scales, *found.zeros]
+    if uniforms is not None:
+        return _cuda_numbers(name, found, graphs, tensors, uniforms)
     by_head = _adjacent(found.scales) and (not found.zeros or _adjacent(found.zeros))
     dtypes = {tensors[graph.result.int_attr("slot")].dtype for graph in graphs if by_head}
     by_head = by_head and len(dtypes) == 1
@@ -165,6 +175,30 @@ def lower_numbers(name: str, found: RowNumbers | None, tensors: Sequence[TensorP
         ]
     lines += _functions("vf", "number", graphs, lambda g: _number(g, tensors))
     return "\n".join([*lines, "  };"])
+
+
+def _cuda_numbers(
+    name: str,
+    found: RowNumbers,
+    graphs: Sequence[Graph],
+    tensors: Sequence[TensorParam],
+    uniforms: Uniforms,
+) -> str:
+    lines = [
+        f"  struct {name} {{",
+        f"    static constexpr int kGroups = {len(found.scales)}, kCount = {len(graphs)};",
+        f"    static constexpr bool kZeros = {'true' if found.zeros else 'false'};",
+        f"    static constexpr int kCodebook = {found.codebook};",
+        "    template <int i>",
+        "    FAJIT_FN static float number([[maybe_unused]] const Context& c, "
+        f"{arguments('key_mod')}) {{",
+    ]
+    for i, graph in enumerate(graphs):
+        own, value = straight_line(graph, tensors, f"{name[0].lower()}n{i}_", uniforms)
+        lines.append(f"      if constexpr (i == {i}) {{")
+        lines += [f"        {line}" for line in own]
+        lines.append(f"        return {value};\n      }}")
+    return "\n".join([*lines, "    }\n  };"])
 
 
 def _adjacent(graphs: Sequence[Graph]) -> bool:

@@ -4,6 +4,7 @@
 // the lists, each of which names the logical position of a key, or no key.
 #pragma once
 #include <fajit/context.h>
+#include <fajit/cuda/tile/codes.h>
 #include <fajit/cuda/tile/load_rows.h>
 #include <fajit/divide.h>
 
@@ -83,8 +84,8 @@ class KeyRows {
     const int64_t k = request * a.k_stride[0] + kv_h * a.k_stride[1] + row * a.k_stride[2];
     const int64_t v = request * a.v_stride[0] + kv_h * a.v_stride[1] + row * a.v_stride[2];
     if (ptx::lane_index() == 0) {
-      ptx::store_shared(bases_, static_cast<const uint16_t*>(a.k) + k,
-                        static_cast<const uint16_t*>(a.v) + v);
+      ptx::store_shared(bases_, moved<typename CodesOf<Config>::Keys>(a.k, k),
+                        moved<typename CodesOf<Config>::Values>(a.v, v));
       if constexpr (kLookedUp) {
         const int32_t pages = Config::kPaged ? a.page_indptr[item.request] : 0;
         ptx::store_words(bases_ + 16, pages, kv_first, a.kv_len[item.request], 0);
@@ -152,7 +153,32 @@ class KeyRows {
         tile, first_row, count, location, ptx::load_shared(bases_ + 8), a_.v_stride);
   }
 
+  // The same of codes, from `to` on; rows from `count` on are left as they are.
+  template <int kRows>
+  FAJIT_DEV void load_key_codes(unsigned char* to, int count, KeyLocation location) const {
+    load_coded<typename CodesOf<Config>::Keys, Config::kHeadDim, kRows>(
+        to, count, location, ptx::load_shared(bases_), a_.k_stride);
+  }
+  template <int kRows>
+  FAJIT_DEV void load_value_codes(unsigned char* to, int count, KeyLocation location) const {
+    load_coded<typename CodesOf<Config>::Values, Config::kHeadDimV, kRows>(
+        to, count, location, ptx::load_shared(bases_ + 8), a_.v_stride);
+  }
+
  private:
+  // An address moved by elements of a tensor: values of 16 bits, or bytes of codes.
+  template <class Codes>
+  static FAJIT_DEV const unsigned char* moved(const void* from, int64_t elements) {
+    return static_cast<const unsigned char*>(from) + elements * (Codes::kBits == 16 ? 2 : 1);
+  }
+  template <class Codes, int HeadDim, int kRows>
+  FAJIT_DEV void load_coded(unsigned char* to, int count, KeyLocation location, const void* base,
+                            const int64_t (&stride)[3]) const {
+    const int64_t row = location.row + (kLookedUp ? 0 : ptx::lane_index() % kRows);
+    const int64_t page = Config::kPaged ? location.page * stride[0] : 0;
+    fajit::cuda::load_codes<CodeRows<Codes, HeadDim>, kRows, Config::kAligned>(
+        to, count, moved<Codes>(base, row * stride[2] + page), policy_);
+  }
   template <int HeadDim, class Layout, int kRows>
   FAJIT_DEV void load(unsigned char* tile, int first_row, int count, KeyLocation location,
                       const uint16_t* base, const int64_t (&stride)[3]) const {

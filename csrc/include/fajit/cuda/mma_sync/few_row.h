@@ -18,6 +18,7 @@
 // same priority among themselves. Block rows of key lists and of block masks are items of their own
 // that read the same keys, so there the policy is the default.
 #pragma once
+#include <fajit/cuda/common/coded_tile.h>
 #include <fajit/cuda/common/items.h>
 #include <fajit/cuda/common/key_rows.h>
 #include <fajit/cuda/common/scores.h>
@@ -45,12 +46,19 @@ class FewRow {
   static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the location of one key");
 
   // Shared memory: Q, the warps' rings, addresses and walk of each warp, rings of key list entries,
-  // scratch of row hooks. At the end the warps' states overwrite the rings: [warp][row][kOutPitch]
-  // fp32, then [warp][row] maxima and sums.
+  // scratch of row hooks. A ring of codes is followed by a tile that they are widened to, in turn
+  // keys and values, and by the numbers of its rows. At the end the warps' states overwrite the
+  // rings: [warp][row][kOutPitch] fp32, then [warp][row] maxima and sums.
+  using Coded = CodedTileOf<Config, Hooks>;
+  static constexpr bool kCodes = CodesOf<Config>::kAny;
   static constexpr int kQBytes = 16 * QLayout::kRowBytes;
-  static constexpr int kKBytes = kKeys * QLayout::kRowBytes;
-  static constexpr int kVBytes = kKeys * VLayout::kRowBytes;
-  static constexpr int kRingBytes = kStages * (kKBytes + kVBytes);
+  static constexpr int kKBytes = kKeys * (kCodes ? Coded::kKeyPitch : QLayout::kRowBytes);
+  static constexpr int kVBytes = kKeys * (kCodes ? Coded::kValuePitch : VLayout::kRowBytes);
+  static constexpr int kWideBegin = kStages * (kKBytes + kVBytes);  // of a warp's ring
+  static constexpr int kNumbersBegin =
+      kWideBegin + (kCodes ? kKeys * larger(QLayout::kRowBytes, VLayout::kRowBytes) : 0);
+  static constexpr int kRingBytes =
+      kNumbersBegin + (kCodes ? round_up(kKeys * Coded::kNumbers * 4, 128) : 0);
   static constexpr int kOutPitch = round_up(Config::kDimV, 32) + 8;  // floats
   static constexpr int kStateBytes = kWarps * 16 * (kOutPitch + 2) * 4;
   static constexpr int kWarpsBegin =
@@ -122,9 +130,14 @@ class FewRow {
 
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
       const uint32_t listed = listed_ + stage * kListedBytes;
-      change_rows(tiles[0], k, listed);
+      unsigned char* const keys = kCodes ? ring_ + kWideBegin : k;
+      if constexpr (kCodes) {
+        widen_keys(tiles[0], k, listed);
+      } else {
+        change_rows(tiles[0], k, listed);
+      }
       float s[1][kN][4], shift[2];
-      multiply_scores<Element, QLayout>(s, ptx::shared_address(q_), ptx::shared_address(k));
+      multiply_scores<Element, QLayout>(s, ptx::shared_address(q_), ptx::shared_address(keys));
       if (tiles[0].full) {
         hook_scores<false, Config, Hooks>(s, shift, c_, rows, units_, item_, kv_h_, tiles[0],
                                           listed);
@@ -134,7 +147,8 @@ class FewRow {
       }
       if constexpr (!Hooks::kPointwise)
         softmax.template step<kByLine<false, Config, Hooks>>(s, shift, o, units_);
-      multiply_values<Element, VLayout>(o, s, ptx::shared_address(k + kKBytes));
+      if constexpr (kCodes) widen_values(tiles[0], k + kKBytes, listed);
+      multiply_values<Element, VLayout>(o, s, ptx::shared_address(kCodes ? keys : k + kKBytes));
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) tiles[i] = tiles[i + 1];
       stage = stage == kStages - 1 ? 0 : stage + 1;
@@ -188,10 +202,38 @@ class FewRow {
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
       keys_.template store_listed<kKeys>(listed_ + stage * kListedBytes, tile.end - tile.begin,
                                          location);
-      keys_.template load_keys<kKeys>(k, 0, tile.end - tile.begin, location);
-      keys_.template load_values<kKeys>(k + kKBytes, 0, tile.end - tile.begin, location);
+      if constexpr (kCodes) {
+        keys_.template load_key_codes<kKeys>(k, tile.end - tile.begin, location);
+        keys_.template load_value_codes<kKeys>(k + kKBytes, tile.end - tile.begin, location);
+      } else {
+        keys_.template load_keys<kKeys>(k, 0, tile.end - tile.begin, location);
+        keys_.template load_values<kKeys>(k + kKBytes, 0, tile.end - tile.begin, location);
+      }
     }
     ptx::commit_copies();
+  }
+
+  // The codes of a tile as 16-bit rows, in the warp's tile; the values after the product with keys.
+  FAJIT_DEV void widen_keys(const KvTile& tile, const unsigned char* codes, uint32_t listed) const {
+    __syncwarp();  // all lanes have finished with the values before
+    coded(tile, listed).template widen_keys<kKeys, QLayout>(ring_ + kWideBegin, 0, codes);
+  }
+  FAJIT_DEV void widen_values(const KvTile& tile, const unsigned char* codes,
+                              uint32_t listed) const {
+    __syncwarp();  // all lanes have finished with the keys
+    coded(tile, listed).template widen_values<kKeys, VLayout>(ring_ + kWideBegin, 0, codes);
+  }
+  FAJIT_DEV Coded coded(const KvTile& tile, uint32_t listed) const {
+    return {c_,
+            tile,
+            listed,
+            0,
+            tile.end - tile.begin,
+            item_.request,
+            kv_h_,
+            lane_,
+            reinterpret_cast<float*>(ring_ + kNumbersBegin),
+            temps_};
   }
 
   FAJIT_DEV void change_rows(const KvTile& tile, unsigned char* k, uint32_t listed) {

@@ -18,12 +18,22 @@
 //     A: the tile's K and V are loaded, and all warps have finished with the buffers that are
 //     filled next.
 //
+//   codes (one stage of codes, and one tile of 16-bit rows)
+//
+//     copies     Q K0 V0 | K1 V1                | K2 V2
+//     barrier            A           B          A
+//     compute              widen 0     S, softmax, O   widen 1   S, softmax, O
+//
+//     A: all warps have finished with the tile. B: all rows are in it. A warp widens the rows that
+//     it has loaded.
+//
 // query_mod, key_mod and value_mod change rows in shared memory, one warp per row; the last two add
 // a barrier.
 //
 // The key list entries of a tile are written when its keys are loaded, and read after barrier A.
 // The previous tile is still in use then, so two buffers alternate.
 #pragma once
+#include <fajit/cuda/common/coded_tile.h>
 #include <fajit/cuda/common/items.h>
 #include <fajit/cuda/common/key_rows.h>
 #include <fajit/cuda/common/scores.h>
@@ -58,11 +68,18 @@ class Prefill {
   // Shared memory: Q, then K stages, V stages, addresses and walk of each warp, key list entries,
   // scratch of row hooks. At the end the output states are staged in it, 8 rows of each warp at a
   // time.
+  using Coded = CodedTileOf<Config, Hooks>;
+  static constexpr bool kCodes = CodesOf<Config>::kAny;
+  static_assert(!kCodes || kStages == 1, "codes have one stage");
   static constexpr int kQBytes = Config::kTileQ * QLayout::kRowBytes;
   static constexpr int kKBytes = Config::kTileKv * QLayout::kRowBytes;
   static constexpr int kVBytes = Config::kTileKv * VLayout::kRowBytes;
   static constexpr int kTempBytes = kWarps * Hooks::kRowTemps * 4;
-  static constexpr int kTilesBytes = kQBytes + kStages * (kKBytes + kVBytes);
+  // With codes: those of K and of V, and the numbers of the rows of each warp.
+  static constexpr int kCodesBegin = kQBytes + kStages * (kKBytes + kVBytes);
+  static constexpr int kValueCodesBegin = kCodesBegin + Config::kTileKv * Coded::kKeyPitch;
+  static constexpr int kNumbersBegin = kValueCodesBegin + Config::kTileKv * Coded::kValuePitch;
+  static constexpr int kTilesBytes = kNumbersBegin + Config::kTileKv * Coded::kNumbers * 4;
   static constexpr int kOutPitch = round_up(Config::kDimV, 32) + 8;  // floats
   static constexpr int kOutBytes = kWarps * 8 * kOutPitch * 4;
   static constexpr int kWarpsBegin = round_up(larger(kTilesBytes, kOutBytes), 16);
@@ -140,6 +157,27 @@ class Prefill {
     return tile.end - tile.begin - warp_ * kLoadRows;
   }
   // count: the keys among those of this warp that exist. turn: the buffer for the key list entries.
+  FAJIT_DEV void load_codes(int count, KeyLocation location, int turn) {
+    keys_.template store_listed<kLoadRows>(listed(turn) + warp_ * kLoadRows * 4, count, location);
+    keys_.template load_key_codes<kLoadRows>(key_codes(), count, location);
+    keys_.template load_value_codes<kLoadRows>(value_codes(), count, location);
+  }
+  FAJIT_DEV unsigned char* key_codes() const {  // of this warp
+    return q_ + kCodesBegin + warp_ * kLoadRows * Coded::kKeyPitch;
+  }
+  FAJIT_DEV unsigned char* value_codes() const {
+    return q_ + kValueCodesBegin + warp_ * kLoadRows * Coded::kValuePitch;
+  }
+  // The rows that this warp has loaded, from codes to the tile.
+  FAJIT_DEV void widen_rows(const KvTile& tile, int turn) {
+    float* const numbers =
+        reinterpret_cast<float*>(q_ + kNumbersBegin) + warp_ * kLoadRows * Coded::kNumbers;
+    const int first = warp_ * kLoadRows;
+    const Coded rows{c_,    tile,  listed(turn), first, own_keys(tile), key_request(),
+                     kv_h_, lane_, numbers,      temps_};
+    rows.template widen_keys<kLoadRows, QLayout>(k_, first, key_codes());
+    rows.template widen_values<kLoadRows, VLayout>(v_, first, value_codes());
+  }
   FAJIT_DEV void load_keys(int count, KeyLocation location, int stage, int turn) {
     keys_.template store_listed<kLoadRows>(listed(turn) + warp_ * kLoadRows * 4, count, location);
     keys_.template load_keys<kLoadRows>(k_ + stage * kKBytes, warp_ * kLoadRows, count, location);
@@ -231,7 +269,10 @@ class Prefill {
       const int stage = kStages == 1 ? 0 : turn;
       ptx::wait_copies<0>();
       __syncthreads();
-      if constexpr (kStages == 1) {
+      if constexpr (kCodes) {
+        widen_rows(tile, turn);
+        load_ahead(next_tile(begin, walk), walk, kept, turn ^ 1);
+      } else if constexpr (kStages == 1) {
         load_values(kMasked ? own_keys(tile) : kLoadRows,
                     kKeepsLocation ? kept : own_location(tile), 0);
         keep_location(next_tile(begin, walk), walk, kept);
@@ -239,16 +280,20 @@ class Prefill {
         load_ahead(next_tile(begin, walk), walk, kept, turn ^ 1);
       }
       ptx::commit_copies();
-      change_keys(tile, stage, turn);
+      if constexpr (kCodes) {
+        __syncthreads();
+      } else {
+        change_keys(tile, stage, turn);
+      }
       float s[kM][kN][4];
       score(s, stage);
-      if constexpr (kStages == 1) {
+      if constexpr (kStages == 1 && !kCodes) {
         ptx::wait_copies<0>();
         __syncthreads();
         load_ahead(next_tile(begin, walk), walk, kept, turn ^ 1);
         ptx::commit_copies();
       }
-      change_values(tile, stage, turn);
+      if constexpr (!kCodes) change_values(tile, stage, turn);
       float shift[2 * kM];
       hook_scores<kMasked, Config, Hooks>(s, shift, c_, rows, units_, item_, kv_h_, tile,
                                           listed(turn));
@@ -274,7 +319,7 @@ class Prefill {
   }
   // With one stage a location that is looked up serves the keys of a tile, and a barrier later its
   // values. The look-up starts before the product of the tile before it, which hides its latency.
-  static constexpr bool kKeepsLocation = kStages == 1 && Keys::kLookedUp;
+  static constexpr bool kKeepsLocation = kStages == 1 && Keys::kLookedUp && !kCodes;
   FAJIT_DEV void keep_location(int32_t begin, const Walk& walk, KeyLocation& kept) const {
     if (kKeepsLocation && begin >= 0) kept = own_location(tile_at(begin, walk));
   }
@@ -290,6 +335,10 @@ class Prefill {
     }
   }
   FAJIT_DEV void load_turn(int count, const KeyLocation& location, int turn) {
+    if constexpr (kCodes) {
+      load_codes(count, location, turn);
+      return;
+    }
     load_keys(count, location, kStages == 1 ? 0 : turn, turn);
     if constexpr (kStages == 2) load_values(count, location, turn);
   }
