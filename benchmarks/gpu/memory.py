@@ -32,6 +32,11 @@ from benchmarks.parts.work import batch_for_kv, copy_bytes, decode_bytes
 KV_BYTES = 1 << 30
 KV_HEADS, HEAD_DIM = 8, 128
 GROUPS, PAGES = (4, 1, 8, 7), (64, 16, 1)
+FORMATS = {
+    "int8": fa.kv.Format("int8"),
+    "e4m3": fa.kv.Format("e4m3"),
+    "int4, groups of 64": fa.kv.Format("int4", group=64),
+}
 _GRAPH_CALLS = 20
 _TESTS_S, _ENDING_S = 300, 15
 VARIABLE = "FAJIT_GPU_TESTS"
@@ -44,6 +49,10 @@ def memory(machine: Machine, rounds: int, clock: Clock) -> Iterator[Measurement]
         for group in machine.cases(GROUPS, 1):
             rows = partial(decode_rows, machine, rounds, page_size, group)
             yield Measurement(f"decode, page {page_size}, group {group}", 12, rows)
+    for name in machine.cases(tuple(FORMATS), 1):
+        for group in machine.cases((4, 1), 1):
+            rows = partial(quantised_rows, machine, rounds, name, group)
+            yield Measurement(f"decode, {name}, group {group}", 15, rows)
     yield Measurement("decode of one request", 15, partial(latency_rows, machine, rounds))
     for kv_len in machine.cases(machine.pick((1024, 8192, 65536), (1024, 2048)), 1):
         yield Measurement(
@@ -78,6 +87,33 @@ def decode_rows(machine: Machine, rounds: int, page_size: int, group: int) -> It
     moved = decode_bytes(batch, kv_len, q.shape[1], kv_heads, HEAD_DIM)
     name = f"decode B{batch} kv {kv_len} page {page_size} group {group}"
     yield bandwidth_row(name, times, moved, copy_bytes(kv_bytes), plan_kernels(decode))
+
+
+def quantised_rows(machine: Machine, rounds: int, name: str, group: int) -> Iterator[Row]:
+    """One token per request over pages of 16 codes: speed over the same pages of bf16."""
+    kv_bytes, kv_len, kv_heads = machine.pick((KV_BYTES, 8192, KV_HEADS), (1 << 18, 256, 2))
+    batch = batch_for_kv(kv_bytes, kv_len, kv_heads, HEAD_DIM)
+    k, v = (machine.random(batch * kv_len // 16, 16, kv_heads, HEAD_DIM) for _ in range(2))
+    q = machine.random(batch, group * kv_heads, HEAD_DIM)
+    paged = page_table([kv_len] * batch, 16, shuffled=True, device=machine.device)
+    kv_format = FORMATS[name]
+    plans = {}
+    for what, own in (("bf16", None), (name, kv_format)):
+        plans[what] = fa.BatchAttention(
+            num_q_heads=q.shape[1], num_kv_heads=kv_heads, head_dim=HEAD_DIM, q_dtype=q.dtype,
+            kv_format=own, **machine.options(),
+        )  # fmt: skip
+        plans[what].plan(torch.arange(batch + 1), paged)
+    stored = [kv_format.quantize(x.float()) for x in (k, v)]
+    runs = {"bf16": partial(plans["bf16"].run, q, k, v), name: partial(plans[name].run, q, *stored)}
+    runs[name]()
+    times = interleave(machine, runs, rounds, flush=True)
+    moved = batch * kv_len * kv_heads * kv_format.row_bytes(HEAD_DIM) * 2 + 4 * q.numel()
+    value, spread = ratio(times["bf16"], times[name])
+    rate = moved / statistics.median(times[name]) / 1e12
+    shown = f"{rate:.2f} TB/s of {moved / 2**30:.2f} GiB; {plan_kernels(plans[name])}"
+    yield Row(f"decode {name}, page 16, group {group}: speed over bf16", None, value, "x", "higher",
+              spread, shown)  # fmt: skip
 
 
 def bandwidth_row(

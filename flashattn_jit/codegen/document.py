@@ -256,7 +256,7 @@ def _dtypes(value: object, target: str) -> tuple[str, str, str]:
     cuda = is_cuda(target)
     choice("dtypes[0]", q, cuda_dtypes(target) if cuda else Q_DTYPES)
     for i, other in ((1, k), (2, v)):
-        choice(f"dtypes[{i}]", other, (q,) if cuda else KV_DTYPES)
+        choice(f"dtypes[{i}]", other, (q, *CODE_DTYPES) if cuda else KV_DTYPES)
     return q, k, v
 
 
