@@ -84,6 +84,34 @@ FAJIT_CLONES void fma32(Warp& warp, const Insn& insn, uint32_t mask) {
   });
 }
 
+// a b + c in a double that rounds to 16 bits as the exact value does: where it is inexact, of the
+// two doubles around it the one whose last bit is 1.
+double fma_to_odd(double a, double b, double c) {
+  const double product = a * b, sum = product + c, c_part = sum - product;  // the product is exact
+  const double lost = (product - (sum - c_part)) + (c - c_part);
+  uint64_t bits = bits_as<uint64_t>(sum);
+  if (lost != 0 && std::isfinite(sum) && (bits & 1) == 0) bits += (lost > 0) == (sum > 0) ? 1 : -1;
+  return bits_as<double>(bits);
+}
+
+// On two halves each.
+template <class T> void fma_pairs(Warp& warp, const Insn& insn, uint32_t mask) {
+  for_lanes(mask, [&](int l) {
+    uint32_t result = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+      auto at = [&](int i) {
+        return to_float(T{static_cast<uint16_t>(warp.words(insn.slots[i])[l] >> shift)});
+      };
+      const double value = fma_to_odd(at(1), at(2), at(3));
+      const bool half = std::is_same_v<T, Half>;
+      result |=
+          (half ? double_to_half(value, Round::nearest) : double_to_bf16(value, Round::nearest))
+          << shift;
+    }
+    warp.words(insn.slots[0])[l] = result;
+  });
+}
+
 double fma64(double x, double y, double z) { return canonical(__builtin_fma(x, y, z)); }
 
 void take_flags(Decoder& d) {
@@ -172,6 +200,8 @@ void decode_fma(Decoder& d) {
   decode_operands(d, type, {type, type, type});
   if (decode_directed(d, type)) return;
   if (type == Type::f32) return d.set_exec(fma32);
+  if (type == Type::f16x2 && d.insn.flags == 0) return d.set_exec(fma_pairs<Half>);
+  if (type == Type::bf16x2 && d.insn.flags == 0) return d.set_exec(fma_pairs<Bf16>);
   const bool plain = type == Type::f64 && d.insn.flags == 0;
   d.set_exec(plain ? ternary<double, double, double, double, fma64> : nullptr);
 }

@@ -38,10 +38,11 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"mad", "s/u 16-64, f32 f64", decode_mad, "mul and add; of floats, fma",
        "mad.lo.s32 3 4 5 = 17; mad.wide.s32 -3 4 s64:5 = s64:-7; mad.hi.u32 0x80000000 4 1 = 3; "
        "mad.lo.s64 -3 4 5 = -7; mad.rn.f32 2 3 4 = 10"},
-      {"fma", "f32 f64", decode_fma, "a b + c, rounded once; .ftz .sat .rz .rm .rp",
+      {"fma", "f32 f64 f16x2 bf16x2", decode_fma, "a b + c, rounded once; .ftz .sat .rz .rm .rp",
        "fma.rn.f32 0x3f800001 0x3f800001 0xbf800002 = 0x28800000; fma.rn.f64 2 3 0.5 = 6.5; "
        "fma.rm.f32 1 1 0x00000001 = 1; fma.rp.f32 1 1 0x00000001 = 0x3f800001; fma.rn.sat.f32 2 3 "
-       "4 = 1"},
+       "4 = 1; fma.rn.f16x2 0x64ff6400 0x3c003c00 0xe480e480 = 0x57f0d800; fma.rn.bf16x2 "
+       "0x437f4300 0x3f803f80 0xc300c380 = 0x42fec300"},
       {"div", "s/u 16-64, f32 f64", decode_div,
        "quotient; .approx and .full are rounded correctly too",
        "div.s32 -7 2 = -3; div.u32 4294967289 2 = 2147483644; div.s64 -9 4 = -2; div.s32 "

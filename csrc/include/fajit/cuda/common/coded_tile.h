@@ -5,20 +5,30 @@
 
 namespace fajit::cuda {
 
-// Rows [first, first + count) of a tile, by one warp. Called by all of its lanes.
-template <class Config, class Hooks>
+// Rows [first, first + count) of a tile, by one warp. Called by all of its lanes. kFolds: see
+// `Widening`.
+template <class Config, class Hooks, bool kFolds>
 struct CodedTile {
   using Element = typename Config::Element;
   template <class Layout>
   using Keys = Widening<typename CodesOf<Config>::Keys, typename Hooks::KeyNumbers, Element, Layout,
-                        Config::kHeadDim, Hooks::kKeyMod>;
+                        Config::kHeadDim, Hooks::kKeyMod, kFolds>;
   template <class Layout>
   using Values = Widening<typename CodesOf<Config>::Values, typename Hooks::ValueNumbers, Element,
-                          Layout, Config::kHeadDimV, Hooks::kValueMod>;
+                          Layout, Config::kHeadDimV, Hooks::kValueMod, kFolds>;
 
-  static constexpr int kKeyPitch = CodeRows<typename CodesOf<Config>::Keys, Config::kHeadDim>::kPitch;
+  template <class Side>
+  static constexpr int folded() {
+    return Side::kFolded ? Side::kGroups : 0;
+  }
+
+  static constexpr int kKeyPitch =
+      CodeRows<typename CodesOf<Config>::Keys, Config::kHeadDim>::kPitch;
   static constexpr int kValuePitch =
       CodeRows<typename CodesOf<Config>::Values, Config::kHeadDimV>::kPitch;
+  // Groups of channels whose scales the products apply; 0: those of rows are applied here.
+  static constexpr int kKeyGroups = folded<Keys<RowLayout<Config::kDim>>>();
+  static constexpr int kValueGroups = folded<Values<RowLayout<Config::kDimV>>>();
   // Floats of a row, of keys or of values in turn.
   static constexpr int kNumbers =
       larger(Keys<RowLayout<Config::kDim>>::kNumbers, Values<RowLayout<Config::kDimV>>::kNumbers);
@@ -55,8 +65,12 @@ struct CodedTile {
 };
 
 // Of kernels without codes.
-struct NoCodedTile { static constexpr int kKeyPitch = 0, kValuePitch = 0, kNumbers = 0; };
-template <class Config, class Hooks>
-using CodedTileOf = typename Select<CodesOf<Config>::kAny, CodedTile<Config, Hooks>, NoCodedTile>::Type;
+struct NoCodedTile {
+  static constexpr int kKeyPitch = 0, kValuePitch = 0, kNumbers = 0;
+  static constexpr int kKeyGroups = 0, kValueGroups = 0;
+};
+template <class Config, class Hooks, bool kFolds>
+using CodedTileOf =
+    typename Select<CodesOf<Config>::kAny, CodedTile<Config, Hooks, kFolds>, NoCodedTile>::Type;
 
 }  // namespace fajit::cuda

@@ -49,7 +49,7 @@ class FewRow {
   // scratch of row hooks. A ring of codes is followed by a tile that they are widened to, in turn
   // keys and values, and by the numbers of its rows. At the end the warps' states overwrite the
   // rings: [warp][row][kOutPitch] fp32, then [warp][row] maxima and sums.
-  using Coded = CodedTileOf<Config, Hooks>;
+  using Coded = CodedTileOf<Config, Hooks, true>;
   static constexpr bool kCodes = CodesOf<Config>::kAny;
   static constexpr int kQBytes = 16 * QLayout::kRowBytes;
   static constexpr int kKBytes = kKeys * (kCodes ? Coded::kKeyPitch : QLayout::kRowBytes);
@@ -137,7 +137,8 @@ class FewRow {
         change_rows(tiles[0], k, listed);
       }
       float s[1][kN][4], shift[2];
-      multiply_scores<Element, QLayout>(s, ptx::shared_address(q_), ptx::shared_address(keys));
+      multiply_scores<Element, QLayout, Coded::kKeyGroups>(s, ptx::shared_address(q_),
+                                                           ptx::shared_address(keys), numbers());
       if (tiles[0].full) {
         hook_scores<false, Config, Hooks>(s, shift, c_, rows, units_, item_, kv_h_, tiles[0],
                                           listed);
@@ -148,7 +149,8 @@ class FewRow {
       if constexpr (!Hooks::kPointwise)
         softmax.template step<kByLine<false, Config, Hooks>>(s, shift, o, units_);
       if constexpr (kCodes) widen_values(tiles[0], k + kKBytes, listed);
-      multiply_values<Element, VLayout>(o, s, ptx::shared_address(kCodes ? keys : k + kKBytes));
+      multiply_values<Element, VLayout, Coded::kValueGroups>(
+          o, s, ptx::shared_address(kCodes ? keys : k + kKBytes), numbers());
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) tiles[i] = tiles[i + 1];
       stage = stage == kStages - 1 ? 0 : stage + 1;
@@ -223,6 +225,7 @@ class FewRow {
     __syncwarp();  // all lanes have finished with the keys
     coded(tile, listed).template widen_values<kKeys, VLayout>(ring_ + kWideBegin, 0, codes);
   }
+  FAJIT_DEV float* numbers() const { return reinterpret_cast<float*>(ring_ + kNumbersBegin); }
   FAJIT_DEV Coded coded(const KvTile& tile, uint32_t listed) const {
     return {c_,
             tile,

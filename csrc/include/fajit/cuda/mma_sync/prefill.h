@@ -68,7 +68,7 @@ class Prefill {
   // Shared memory: Q, then K stages, V stages, addresses and walk of each warp, key list entries,
   // scratch of row hooks. At the end the output states are staged in it, 8 rows of each warp at a
   // time.
-  using Coded = CodedTileOf<Config, Hooks>;
+  using Coded = CodedTileOf<Config, Hooks, false>;
   static constexpr bool kCodes = CodesOf<Config>::kAny;
   static_assert(!kCodes || kStages == 1, "codes have one stage");
   static constexpr int kQBytes = Config::kTileQ * QLayout::kRowBytes;

@@ -16,19 +16,13 @@ FAJIT_DEV int block_chunk(int lane) { return lane >> 4; }
 FAJIT_DEV int pair_row(int lane) { return (lane & 7) | (lane >> 1 & 8); }
 FAJIT_DEV int pair_chunk(int lane) { return lane >> 3 & 1; }
 
-// s[m][n] = Q K^T for kM blocks of 16 rows at `q` and kN blocks of 8 keys at `k`: shared memory
-// addresses of the tiles' first rows.
+// s[m][n] += Q K^T of the columns of `chunks` chunks from `first` on, for kM blocks of 16 rows at
+// `q_lane` and kN blocks of 8 keys at `k_lane`: shared memory addresses of the lane.
 template <class Element, class Layout, int kM, int kN>
-FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k) {
-  const int lane = ptx::lane_index();
-  const uint32_t q_lane = compute_here(q + Layout::offset(block_row(lane), block_chunk(lane)));
-  const uint32_t k_lane = compute_here(k + Layout::offset(pair_row(lane), pair_chunk(lane)));
+FAJIT_DEV void add_scores(float (&s)[kM][kN][4], uint32_t q_lane, uint32_t k_lane, int first,
+                          int chunks) {
 #pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.0f;
-#pragma unroll
-  for (int chunk = 0; chunk < Layout::kDim / 8; chunk += 2) {
+  for (int chunk = first; chunk < first + chunks; chunk += 2) {
     uint32_t a[kM][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -46,31 +40,95 @@ FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k) {
   }
 }
 
-// o[m][n] += P V: P is s rounded to Element; the rows of `v` are kN blocks of 8 keys. The packed
-// accumulators of two adjacent blocks of keys are one A operand.
-template <class Element, class Layout, int kM, int kN>
-FAJIT_DEV void multiply_values(float (&o)[kM][Layout::kDim / 8][4], const float (&s)[kM][kN][4],
-                               uint32_t v) {
+template <int kM, int kN>
+FAJIT_DEV void clear(float (&s)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.0f;
+}
+
+// The factors of a lane's two keys of block n: entries of a row of factors in shared memory.
+FAJIT_DEV float2 factors_of(const float* row, int n) {
+  return *reinterpret_cast<const float2*>(row + n * 8 + ptx::lane_index() % 4 * 2);
+}
+
+// s[m][n] = Q K^T for kM blocks of 16 rows at `q` and kN blocks of 8 keys at `k`: shared memory
+// addresses of the tiles' first rows. kGroups: groups of columns whose part of a score is
+// multiplied by factors[group][key]; 0: none.
+template <class Element, class Layout, int kGroups = 0, int kM, int kN>
+FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k,
+                               [[maybe_unused]] const float* factors = nullptr) {
   const int lane = ptx::lane_index();
-  const uint32_t v_lane = compute_here(v + Layout::offset(block_row(lane), block_chunk(lane)));
+  const uint32_t q_lane = compute_here(q + Layout::offset(block_row(lane), block_chunk(lane)));
+  const uint32_t k_lane = compute_here(k + Layout::offset(pair_row(lane), pair_chunk(lane)));
+  constexpr int kChunks = Layout::kDim / 8, kParts = kGroups > 0 ? kGroups : 1;
+  clear(s);
+  if constexpr (kGroups <= 1) add_scores<Element, Layout>(s, q_lane, k_lane, 0, kChunks);
+  if constexpr (kGroups == 0) return;
 #pragma unroll
-  for (int n = 0; n < kN; n += 2) {
-    uint32_t a[kM][4];
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      a[m][0] = Element::pack(s[m][n][0], s[m][n][1]);
-      a[m][1] = Element::pack(s[m][n][2], s[m][n][3]);
-      a[m][2] = Element::pack(s[m][n + 1][0], s[m][n + 1][1]);
-      a[m][3] = Element::pack(s[m][n + 1][2], s[m][n + 1][3]);
+  for (int g = 0; g < kParts; ++g) {
+    float part[kM][kN][4];
+    if constexpr (kGroups > 1) {
+      clear(part);
+      add_scores<Element, Layout>(part, q_lane, k_lane, g * kChunks / kParts, kChunks / kParts);
     }
 #pragma unroll
-    for (int d = 0; d < Layout::kDim / 8; d += 2) {
-      uint32_t b[4];
-      ptx::load_matrices_transposed(b, Layout::step(v_lane, d) + n * 8 * Layout::kRowBytes);
+    for (int n = 0; n < kN; ++n) {
+      const float2 factor = factors_of(factors + g * kN * 8, n);
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float own = i % 2 == 0 ? factor.x : factor.y;
+          s[m][n][i] = kGroups > 1 ? fmaf(part[m][n][i], own, s[m][n][i]) : s[m][n][i] * own;
+        }
+    }
+  }
+}
+
+// o[m][n] += P V: P is s rounded to Element; the rows of `v` are kN blocks of 8 keys. The packed
+// accumulators of two adjacent blocks of keys are one A operand. kGroups: groups of columns for
+// which P is multiplied by factors[group][key] first; 0: none.
+template <class Element, class Layout, int kGroups = 0, int kM, int kN>
+FAJIT_DEV void multiply_values(float (&o)[kM][Layout::kDim / 8][4], const float (&s)[kM][kN][4],
+                               uint32_t v, [[maybe_unused]] const float* factors = nullptr) {
+  const int lane = ptx::lane_index();
+  const uint32_t v_lane = compute_here(v + Layout::offset(block_row(lane), block_chunk(lane)));
+  constexpr int kParts = kGroups > 0 ? kGroups : 1, kBlocks = Layout::kDim / 8 / kParts;
+#pragma unroll
+  for (int n = 0; n < kN; n += 2) {
+#pragma unroll
+    for (int g = 0; g < kParts; ++g) {
+      float2 low{1.0f, 1.0f}, high{1.0f, 1.0f};
+      if constexpr (kGroups > 0) {
+        low = factors_of(factors + g * kN * 8, n);
+        high = factors_of(factors + g * kN * 8, n + 1);
+      }
+      uint32_t a[kM][4];
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        ptx::multiply_add<Element>(o[m][d], a[m], b[0], b[1]);
-        ptx::multiply_add<Element>(o[m][d + 1], a[m], b[2], b[3]);
+        if constexpr (kGroups > 0) {
+          a[m][0] = Element::pack(s[m][n][0] * low.x, s[m][n][1] * low.y);
+          a[m][1] = Element::pack(s[m][n][2] * low.x, s[m][n][3] * low.y);
+          a[m][2] = Element::pack(s[m][n + 1][0] * high.x, s[m][n + 1][1] * high.y);
+          a[m][3] = Element::pack(s[m][n + 1][2] * high.x, s[m][n + 1][3] * high.y);
+        } else {
+          a[m][0] = Element::pack(s[m][n][0], s[m][n][1]);
+          a[m][1] = Element::pack(s[m][n][2], s[m][n][3]);
+          a[m][2] = Element::pack(s[m][n + 1][0], s[m][n + 1][1]);
+          a[m][3] = Element::pack(s[m][n + 1][2], s[m][n + 1][3]);
+        }
+      }
+#pragma unroll
+      for (int d = g * kBlocks; d < (g + 1) * kBlocks; d += 2) {
+        uint32_t b[4];
+        ptx::load_matrices_transposed(b, Layout::step(v_lane, d) + n * 8 * Layout::kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          ptx::multiply_add<Element>(o[m][d], a[m], b[0], b[1]);
+          ptx::multiply_add<Element>(o[m][d + 1], a[m], b[2], b[3]);
+        }
       }
     }
   }

@@ -17,4 +17,16 @@ FAJIT_DEV float half_to_float(uint32_t half) {
   return x;
 }
 
+// a b + c of two values each, rounded once.
+template <class Element>
+FAJIT_DEV uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d = 0;
+  if constexpr (!Element::kBfloat16) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else if constexpr (kArch >= 80) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
+  return d;
+}
+
 }  // namespace fajit::ptx

@@ -13,13 +13,15 @@
 #include <fajit/cuda/ptx/copy.h>
 #include <fajit/cuda/ptx/warp.h>
 #include <fajit/cuda/tile/element.h>
+#include <fajit/interval.h>
 
 namespace fajit::cuda {
 
 // --- types of codes ----------------------------------------------------------------------------
 //
 // kBits: of a code. values<N>(): codes [first, first + 8) of a row of N as floats, for a `first`
-// that is a multiple of 8. one<N>(): code i of a row of N.
+// that is a multiple of 8. pairs<Element, N>(): the same as four words of two 16-bit values, which
+// have all codes exactly. one<N>(): code i of a row of N.
 
 // 2^23 + a byte, as a float, is exact; less 2^23 and what the byte is off by, it is the code.
 constexpr float kTwo23 = 8388608.0f;
@@ -27,8 +29,38 @@ FAJIT_DEV float plus_two23(uint32_t word, int byte) {
   return __uint_as_float(ptx::pick_bytes(word, 0x4b000000, 0x7440 | byte));
 }
 
+// Bytes i and i + 1 of a word, each below the byte `above`.
+FAJIT_DEV uint32_t below(uint32_t word, int i, uint32_t above) {
+  return ptx::pick_bytes(word, above, 0x4040 | i | (i + 1) << 8);
+}
+// Bytes i and i + 1 of a word, each above a zero byte.
+FAJIT_DEV uint32_t raised(uint32_t word, int i) {
+  return ptx::pick_bytes(word, 0, 0x0404 | i << 4 | (i + 1) << 12);
+}
+template <class Element>
+FAJIT_DEV uint32_t pair_of(uint32_t bfloat16_bits, uint32_t float16_bits) {
+  return (Element::kBfloat16 ? bfloat16_bits : float16_bits) * 0x10001;
+}
+
 struct Int8Codes {
   static constexpr int kBits = 8;
+  // 0x43 above seven bits is 128 plus them, above 0x80 it is 256; 0x64 above a byte is 1024 plus
+  // it.
+  template <class Element, int N>
+  static FAJIT_DEV void pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
+    const uint2 words = *reinterpret_cast<const uint2*>(row + first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = i < 2 ? words.x : words.y;
+      if constexpr (Element::kBfloat16) {
+        const uint32_t t = below(word, i % 2 * 2, 0x43);
+        y[i] = ptx::fma_pair<Element>(t & 0xff7fff7f, 0x3f803f80, (t & 0xff80ff80) ^ 0x80008000);
+      } else {
+        y[i] = ptx::fma_pair<Element>(below(word ^ 0x80808080, i % 2 * 2, 0x64), 0x3c003c00,
+                                      0xe480e480);
+      }
+    }
+  }
   template <int N>
   static FAJIT_DEV void values(float (&x)[8], const unsigned char* row, int first) {
     const uint2 words = *reinterpret_cast<const uint2*>(row + first);
@@ -65,6 +97,15 @@ struct Int4Codes {
       return uint2{words[0], words[1]};
     }
   }
+  template <class Element, int N>
+  static FAJIT_DEV void pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
+    const uint2 words = bits_of_8<N>(row, first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      y[i] = ptx::fma_pair<Element>(
+          below(i < 2 ? words.x : words.y, i % 2 * 2, Element::kBfloat16 ? 0x43 : 0x64),
+          pair_of<Element>(0x3f80, 0x3c00), pair_of<Element>(0xc308, 0xe408));
+  }
   template <int N>
   static FAJIT_DEV void values(float (&x)[8], const unsigned char* row, int first) {
     const uint2 words = bits_of_8<N>(row, first);
@@ -78,62 +119,78 @@ struct Int4Codes {
   }
 };
 
-// e5m2 is the upper byte of a half.
-struct E5m2Codes {
+// Floats of 8 bits are the upper bytes of halves, after a shift: kShift bits further down the same
+// exponent stands for 2^-kDown times as much. From kLast on, magnitudes are infinite or NaN.
+template <int kShift, int kDown, uint32_t kLast>
+struct FloatCodes {
   static constexpr int kBits = 8;
-  template <int N>
-  static FAJIT_DEV void values(float (&x)[8], const unsigned char* row, int first) {
+  template <class Element, int N>
+  static FAJIT_DEV void pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
+    constexpr int kMore = Element::kBfloat16 ? kShift + 3 : kShift;  // bfloat16: 3 exponent bits
+    constexpr uint32_t kMask = (0x7f00 >> kMore) * 0x10001;
+    constexpr uint32_t kPower = Element::kBfloat16 ? (127 + 112 + kDown) << 7 : (15 + kDown) << 10;
     const uint2 words = *reinterpret_cast<const uint2*>(row + first);
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      x[i] = ptx::half_to_float(ptx::pick_bytes(i < 4 ? words.x : words.y, 0, 0x4404 | i % 4 << 4));
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t t = raised(i < 2 ? words.x : words.y, i % 2 * 2);
+      y[i] = ptx::fma_pair<Element>((t & 0x80008000) | (t >> kMore & kMask), kPower * 0x10001,
+                                    0x80008000);
+    }
+    if (any_last(words)) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        y[i] = Element::pack(one<N>(row, first + 2 * i), one<N>(row, first + 2 * i + 1));
+    }
   }
-  template <int N>
-  static FAJIT_DEV float one(const unsigned char* row, int i) {
-    return ptx::half_to_float(uint32_t{row[i]} << 8);
-  }
-};
-
-// e4m3 as a half has the same exponent, which stands for a 256th; 0x7f is NaN.
-struct E4m3Codes {
-  static constexpr int kBits = 8;
   template <int N>
   static FAJIT_DEV void values(float (&x)[8], const unsigned char* row, int first) {
     const uint2 words = *reinterpret_cast<const uint2*>(row + first);
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
-      const uint32_t pair =
-          halves(ptx::pick_bytes(i < 4 ? words.x : words.y, 0, i % 4 == 0 ? 0x1404 : 0x3424));
-      x[i] = ptx::half_to_float(pair) * 256.0f;
-      x[i + 1] = ptx::half_to_float(pair >> 16) * 256.0f;
+      const uint32_t pair = halves(raised(i < 4 ? words.x : words.y, i % 4));
+      x[i] = ptx::half_to_float(pair) * kScale;
+      x[i + 1] = ptx::half_to_float(pair >> 16) * kScale;
     }
-    // Bit 7 of a byte of these sums: whether its code is NaN.
-    const uint32_t sums =
-        ((words.x & 0x7f7f7f7f) + 0x01010101) | ((words.y & 0x7f7f7f7f) + 0x01010101);
-    if ((sums & 0x80808080) == 0) return;
+    if (any_last(words)) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (is_nan((i < 4 ? words.x : words.y) >> i % 4 * 8)) x[i] = __uint_as_float(0x7fc00000);
+      for (int i = 0; i < 8; ++i) x[i] = one<N>(row, first + i);
+    }
   }
   template <int N>
   static FAJIT_DEV float one(const unsigned char* row, int i) {
-    const uint32_t code = row[i];
-    return is_nan(code) ? __uint_as_float(0x7fc00000)
-                        : ptx::half_to_float(halves(code << 8)) * 256.0f;
+    const uint32_t code = row[i], magnitude = code & 0x7f;
+    if (magnitude == 0x7f || (magnitude >= kLast && magnitude % 4 != 0))
+      return __uint_as_float(0x7fc00000);
+    if (magnitude >= kLast) return __uint_as_float(code == magnitude ? 0x7f800000 : 0xff800000);
+    return ptx::half_to_float(halves(code << 8)) * kScale;
   }
 
  private:
-  // From codes in the upper bytes of halves.
+  static constexpr float kScale = static_cast<float>(1 << kDown);
   static FAJIT_DEV uint32_t halves(uint32_t pair) {
-    return (pair & 0x80008000) | (pair >> 1 & 0x3f803f80);
+    return (pair & 0x80008000) | (pair >> kShift & (0x7f00 >> kShift) * 0x10001);
   }
-  static FAJIT_DEV bool is_nan(uint32_t code) { return (code & 0x7f) == 0x7f; }
+  static FAJIT_DEV bool any_last(const uint2& words) {
+    constexpr uint32_t kToBit7 = (0x80 - kLast) * 0x01010101;
+    return ((((words.x & 0x7f7f7f7f) + kToBit7) | ((words.y & 0x7f7f7f7f) + kToBit7)) &
+            0x80808080) != 0;
+  }
 };
+using E4m3Codes = FloatCodes<1, 8, 0x7f>;
+using E5m2Codes = FloatCodes<0, 0, 0x7c>;
 
 // Keys or values that are no codes, beside ones that are.
 template <class Element>
 struct NoCodes {
   static constexpr int kBits = 16;
+  template <class, int N>
+  static FAJIT_DEV void pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
+    const uint4 words = *reinterpret_cast<const uint4*>(row + 2 * first);
+    y[0] = words.x;
+    y[1] = words.y;
+    y[2] = words.z;
+    y[3] = words.w;
+  }
   template <int N>
   static FAJIT_DEV void values(float (&x)[8], const unsigned char* row, int first) {
     const uint4 words = *reinterpret_cast<const uint4*>(row + 2 * first);
@@ -219,59 +276,37 @@ struct NoNumbers {
 };
 
 // Turns kRows rows of codes into rows [first_row, first_row + kRows) of a tile; rows from `count`
-// on and columns from HeadDim on become zeros. numbers: Numbers::kCount of each row, scales first.
-// entry: of the codebook, that of the lane. Called by all lanes of a warp.
-template <class Codes, class Numbers, class Element, class Layout, int HeadDim, int kRows>
-FAJIT_DEV void widen(unsigned char* tile, int first_row, const unsigned char* codes, int count,
-                     [[maybe_unused]] const float* numbers, [[maybe_unused]] float entry) {
-  using Rows = CodeRows<Codes, HeadDim>;
+// on and columns from HeadDim on become zeros. get(y, r, first): 8 values of row r from column
+// `first` on, two a word; r and `first` exist. Called by all lanes of a warp.
+template <class Layout, int HeadDim, int kRows, class Get>
+FAJIT_DEV void widen(unsigned char* tile, int first_row, int count, Get get) {
   constexpr int kChunks = Layout::kDim / 8, kSteps = (kRows * kChunks + 31) / 32;
-  constexpr int kGroups = Numbers::kGroups > 0 ? Numbers::kGroups : 1;
   const int lane = ptx::lane_index();
-  if (count <= 0) {  // row 0 does not exist
-#pragma unroll 1
-    for (int i = lane; i < kRows * kChunks; i += 32)
-      *reinterpret_cast<uint4*>(tile + Layout::offset(first_row + i / kChunks, i % kChunks)) =
-          uint4{0, 0, 0, 0};
-    return;
-  }
 #pragma unroll 4
   for (int j = 0; j < kSteps; ++j) {
     const int i = lane + 32 * j, r = min(i / kChunks, kRows - 1), first = i % kChunks * 8;
     const bool inside = r < count && first < HeadDim;
-    const int row = inside ? r : 0, from = inside ? first : 0;  // what is read in any case
-    float x[8];
-    if constexpr (Numbers::kCodebook >= 0) {
-      const uint2 words = Codes::template bits_of_8<HeadDim>(codes + row * Rows::kPitch, from);
+    uint32_t y[4] = {0, 0, 0, 0};
+    if (count > 0) get(y, inside ? r : 0, inside ? first : 0);
 #pragma unroll
-      for (int e = 0; e < 8; ++e)
-        x[e] = ptx::from_lane(entry, (e < 4 ? words.x : words.y) >> e % 4 * 8 & 0xff);
-    } else {
-      Codes::template values<HeadDim>(x, codes + row * Rows::kPitch, from);
-    }
-    if constexpr (Numbers::kCount > 0) {
-      const float* const own = numbers + row * Numbers::kCount + from * kGroups / HeadDim;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if constexpr (Numbers::kZeros) x[e] -= own[kGroups];
-        x[e] *= own[0];
-      }
-    }
-    uint4 packed{0, 0, 0, 0};
-    if (inside) {
-      if constexpr (HeadDim % 8 != 0) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) x[e] = first + e < HeadDim ? x[e] : 0.0f;
-      }
-      packed = uint4{Element::pack(x[0], x[1]), Element::pack(x[2], x[3]),
-                     Element::pack(x[4], x[5]), Element::pack(x[6], x[7])};
+    for (int e = 0; e < 4; ++e) {
+      if (!inside) y[e] = 0;
+      if (HeadDim % 8 != 0 && first + 2 * e + 1 >= HeadDim)
+        y[e] = first + 2 * e < HeadDim ? y[e] & 0xffff : 0;
     }
     if (kRows * kChunks % 32 == 0 || i < kRows * kChunks)
-      *reinterpret_cast<uint4*>(tile + Layout::offset(first_row + r, i % kChunks)) = packed;
+      *reinterpret_cast<uint4*>(tile + Layout::offset(first_row + r, i % kChunks)) =
+          uint4{y[0], y[1], y[2], y[3]};
   }
 }
 
 // --- a side of a tile --------------------------------------------------------------------------
+
+// Groups of rows: at least one.
+template <int kGroups>
+struct Chunks {
+  static constexpr int k = kGroups > 0 ? kGroups : 1;
+};
 
 template <bool kFirst, class A, class B>
 struct Select {
@@ -282,16 +317,25 @@ struct Select<false, A, B> {
   using Type = B;
 };
 
-// What is done to the rows of codes that a warp has loaded. position(r): the logical position of
-// row r. numbers: scratch of the warp, kNumbers floats a row. hook(row, position): a row hook.
-template <class Codes, class Numbers, class Element, class Layout, int HeadDim, bool kHook>
+// What is done to the rows of codes that a warp has loaded.
+//
+// kFolds: scales of whole groups are not applied, but left beside the tile, for the products: their
+// entry [group][row] is at `numbers`. Else a row's numbers are there one by one.
+template <class Codes, class Numbers, class Element, class Layout, int HeadDim, bool kHook,
+          bool kFolds>
 struct Widening {
-  // Groups whose chunks of 8 have one number each; others are the hook's.
-  static constexpr bool kDecodes = Numbers::kGroups > 0 && HeadDim % (8 * Numbers::kGroups) == 0;
+  static constexpr int kGroups = Numbers::kGroups;
+  // Groups whose chunks have one number each; others are the hook's.
+  static constexpr bool kDecodes = kGroups > 0 && HeadDim % (8 * Chunks<kGroups>::k) == 0;
+  static constexpr bool kFolded = kFolds && kDecodes && !Numbers::kZeros &&
+                                  Numbers::kCodebook < 0 &&
+                                  (kGroups == 1 || HeadDim % (16 * Chunks<kGroups>::k) == 0);
   using Used = typename Select<kDecodes, Numbers, NoNumbers>::Type;
   static constexpr int kNumbers = Used::kCount;
   using Rows = CodeRows<Codes, HeadDim>;
 
+  // position(r): the logical position of row r. numbers: of the warp, kNumbers floats a row.
+  // hook(row, position): the row hook.
   template <int kRows, class Position, class Hook>
   static FAJIT_DEV void run(const Context& c, unsigned char* tile, int first_row,
                             const unsigned char* codes, int count, float* numbers, int32_t request,
@@ -308,28 +352,61 @@ struct Widening {
       }
     } else {
       if constexpr (kNumbers > 0) {
-        if (lane < kRows && lane < count)
-          store<0>(numbers + lane * kNumbers, c, request, kv_h, position(lane));
+        constexpr int kStep = kFolded ? kRows : 1;
+        float* const own = numbers + lane * (kFolded ? 1 : kNumbers);
+        if (lane < kRows && lane < count) {
+          store<0, kStep>(own, c, request, kv_h, position(lane));
+        } else if (kFolded && lane < kRows) {
+          for (int i = 0; i < kNumbers; ++i) own[i * kStep] = 0.0f;
+        }
         __syncwarp();
       }
-      float entry = 0.0f;
-      if constexpr (Used::kCodebook >= 0)
-        entry = static_cast<const float*>(
-            c.tensor(Used::kCodebook).ptr)[lane % 16 * c.tensor(Used::kCodebook).strides[0]];
-      widen<Codes, Used, Element, Layout, HeadDim, kRows>(tile, first_row, codes, count, numbers,
-                                                          entry);
+      if constexpr (kNumbers == 0 || kFolded) {
+        widen<Layout, HeadDim, kRows>(
+            tile, first_row, count, [&](uint32_t (&y)[4], int r, int first) {
+              Codes::template pairs<Element, HeadDim>(y, codes + r * Rows::kPitch, first);
+            });
+      } else {
+        float entry = 0.0f;
+        if constexpr (Used::kCodebook >= 0)
+          entry = static_cast<const float*>(
+              c.tensor(Used::kCodebook).ptr)[lane % 16 * c.tensor(Used::kCodebook).strides[0]];
+        widen<Layout, HeadDim, kRows>(
+            tile, first_row, count, [&](uint32_t (&y)[4], int r, int first) {
+              decode(y, codes + r * Rows::kPitch, first, numbers + r * kNumbers, entry);
+            });
+      }
     }
     __syncwarp();
   }
 
  private:
-  template <int i>
+  // 8 values of a row in fp32, rounded last. entry: of the codebook, that of the lane.
+  static FAJIT_DEV void decode(uint32_t (&y)[4], const unsigned char* row, int first,
+                               const float* numbers, [[maybe_unused]] float entry) {
+    float x[8];
+    if constexpr (Used::kCodebook >= 0) {
+      const uint2 words = Codes::template bits_of_8<HeadDim>(row, first);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        x[i] = ptx::from_lane(entry, (i < 4 ? words.x : words.y) >> i % 4 * 8 & 0xff);
+    } else {
+      Codes::template values<HeadDim>(x, row, first);
+    }
+    const float* const own = numbers + first * kGroups / HeadDim;
+    const float scale = own[0], zero = Used::kZeros ? own[kGroups] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      y[i] = Element::pack((x[2 * i] - zero) * scale, (x[2 * i + 1] - zero) * scale);
+  }
+  // All numbers are loaded before one is awaited.
+  template <int i, int kStep>
   static FAJIT_DEV void store(float* to, const Context& c, int32_t request, int32_t kv_h,
                               int32_t position) {
     if constexpr (i < kNumbers) {
       const float number = Used::template number<i>(c, request, kv_h, position);
-      store<i + 1>(to, c, request, kv_h, position);  // all are loaded before one is awaited
-      to[i] = number;
+      store<i + 1, kStep>(to, c, request, kv_h, position);
+      to[i * kStep] = number;
     }
   }
 };
