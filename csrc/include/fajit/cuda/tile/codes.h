@@ -13,6 +13,7 @@
 #include <fajit/cuda/ptx/copy.h>
 #include <fajit/cuda/ptx/warp.h>
 #include <fajit/cuda/tile/element.h>
+#include <fajit/cuda/tile/row_layout.h>
 #include <fajit/interval.h>
 
 namespace fajit::cuda {
@@ -54,7 +55,7 @@ struct Int8Codes {
       const uint32_t word = i < 2 ? words.x : words.y;
       if constexpr (Element::kBfloat16) {
         const uint32_t t = below(word, i % 2 * 2, 0x43);
-        y[i] = ptx::fma_pair<Element>(t & 0xff7fff7f, 0x3f803f80, (t & 0xff80ff80) ^ 0x80008000);
+        y[i] = ptx::fma_pair<Element>(t & 0xff80ff80, 0xbf80bf80, t & 0xff7fff7f);
       } else {
         y[i] = ptx::fma_pair<Element>(below(word ^ 0x80808080, i % 2 * 2, 0x64), 0x3c003c00,
                                       0xe480e480);
@@ -275,16 +276,31 @@ struct NoNumbers {
   static constexpr bool kZeros = false;
 };
 
-// Turns kRows rows of codes into rows [first_row, first_row + kRows) of a tile; rows from `count`
-// on and columns from HeadDim on become zeros. get(y, r, first): 8 values of row r from column
-// `first` on, two a word; r and `first` exist. Called by all lanes of a warp.
+// Turns kRows rows of codes into rows [first_row, first_row + kRows) of a tile, which begins at a
+// multiple of 8; rows from `count` on and columns from HeadDim on become zeros. get(y, r, first): 8
+// values of row r from column `first` on, two a word; both exist. Called by all lanes of a warp.
 template <class Layout, int HeadDim, int kRows, class Get>
 FAJIT_DEV void widen(unsigned char* tile, int first_row, int count, Get get) {
-  constexpr int kChunks = Layout::kDim / 8, kSteps = (kRows * kChunks + 31) / 32;
+  constexpr int kChunks = Layout::kDim / 8, kStep = 32 / kChunks;
   const int lane = ptx::lane_index();
-#pragma unroll 4
-  for (int j = 0; j < kSteps; ++j) {
-    const int i = lane + 32 * j, r = min(i / kChunks, kRows - 1), first = i % kChunks * 8;
+  // Every step is the same number of rows further for all lanes, as in load_strided_rows.
+  if constexpr (HeadDim == Layout::kDim && 32 % kChunks == 0 && kRows % kStep == 0 && kStep <= 8) {
+    if (count >= kRows) {
+      const int r = lane / kChunks, chunk = lane % kChunks;
+      const uint32_t to =
+          compute_here(ptx::shared_address(tile) + Layout::offset(first_row + r, chunk));
+#pragma unroll
+      for (int j = 0; j < kRows; j += kStep) {
+        uint32_t y[4];
+        get(y, r + j, chunk * 8);
+        ptx::store_words(Layout::down(to, j), y[0], y[1], y[2], y[3]);
+      }
+      return;
+    }
+  }
+#pragma unroll 1
+  for (int i = lane; i < round_up(kRows * kChunks, 32); i += 32) {
+    const int r = min(i / kChunks, kRows - 1), first = i % kChunks * 8;
     const bool inside = r < count && first < HeadDim;
     uint32_t y[4] = {0, 0, 0, 0};
     if (count > 0) get(y, inside ? r : 0, inside ? first : 0);
@@ -294,7 +310,7 @@ FAJIT_DEV void widen(unsigned char* tile, int first_row, int count, Get get) {
       if (HeadDim % 8 != 0 && first + 2 * e + 1 >= HeadDim)
         y[e] = first + 2 * e < HeadDim ? y[e] & 0xffff : 0;
     }
-    if (kRows * kChunks % 32 == 0 || i < kRows * kChunks)
+    if (i < kRows * kChunks)
       *reinterpret_cast<uint4*>(tile + Layout::offset(first_row + r, i % kChunks)) =
           uint4{y[0], y[1], y[2], y[3]};
   }
