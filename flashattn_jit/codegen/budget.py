@@ -154,12 +154,12 @@ def loaded_bytes(spec: KernelSpec) -> int:
 
 def _decoded_numbers(spec: KernelSpec) -> int:
     """Floats that a row of codes needs for its scales and zero points: see `Widening`."""
-    counts = [0]
+    count = 0
     for hook, head_dim in (("key_mod", spec.head_dim), ("value_mod", spec.head_dim_v)):
         found = row_numbers(spec.variant.hook(hook), spec.variant.tensors)
         if found is not None and head_dim % (8 * len(found.scales)) == 0:
-            counts.append(len(found.scales) + len(found.zeros))
-    return max(counts)
+            count += len(found.scales) + len(found.zeros)
+    return count
 
 
 def _ring_bytes(spec: KernelSpec) -> int:

@@ -49,7 +49,7 @@ class FewRow {
   // scratch of row hooks. A ring of codes is followed by a tile that they are widened to, in turn
   // keys and values, and by the numbers of its rows. At the end the warps' states overwrite the
   // rings: [warp][row][kOutPitch] fp32, then [warp][row] maxima and sums.
-  using Coded = CodedTileOf<Config, Hooks, true>;
+  using Coded = CodedTileOf<Config, Hooks, kKeys, true>;
   static constexpr bool kCodes = CodesOf<Config>::kAny;
   static constexpr int kQBytes = 16 * QLayout::kRowBytes;
   static constexpr int kKBytes = kKeys * (kCodes ? Coded::kKeyPitch : QLayout::kRowBytes);
@@ -58,7 +58,7 @@ class FewRow {
   static constexpr int kNumbersBegin =
       kWideBegin + (kCodes ? kKeys * larger(QLayout::kRowBytes, VLayout::kRowBytes) : 0);
   static constexpr int kRingBytes =
-      kNumbersBegin + (kCodes ? round_up(kKeys * Coded::kNumbers * 4, 128) : 0);
+      kNumbersBegin + (kCodes ? round_up(Coded::kNumbers * 4, 128) : 0);
   static constexpr int kOutPitch = round_up(Config::kDimV, 32) + 8;  // floats
   static constexpr int kStateBytes = kWarps * 16 * (kOutPitch + 2) * 4;
   static constexpr int kWarpsBegin =
@@ -117,6 +117,8 @@ class FewRow {
       location = next;
     }
     finish_queries<kAhead>();
+    [[maybe_unused]] typename Coded::Held held{}, next_held{};
+    if constexpr (kCodes) held = load_numbers(tiles[0], 0);
     int stage = 0;
     while (tiles[0].valid()) {
       ptx::wait_copies<kAhead - 1>();
@@ -131,8 +133,11 @@ class FewRow {
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
       const uint32_t listed = listed_ + stage * kListedBytes;
       unsigned char* const keys = kCodes ? ring_ + kWideBegin : k;
+      const int next_stage = stage == kStages - 1 ? 0 : stage + 1;
       if constexpr (kCodes) {
-        widen_keys(tiles[0], k, listed);
+        coded(tiles[0], listed).put(held);
+        if constexpr (kStages > 1) next_held = load_numbers(tiles[1], next_stage);
+        coded(tiles[0], listed).widen_keys(keys, 0, k, held);
       } else {
         change_rows(tiles[0], k, listed);
       }
@@ -148,17 +153,22 @@ class FewRow {
       }
       if constexpr (!Hooks::kPointwise)
         softmax.template step<kByLine<false, Config, Hooks>>(s, shift, o, units_);
-      if constexpr (kCodes) widen_values(tiles[0], k + kKBytes, listed);
+      if constexpr (kCodes) {
+        __syncwarp();  // all lanes have finished with the keys
+        coded(tiles[0], listed).widen_values(keys, 0, k + kKBytes, held);
+      }
       multiply_values<Element, VLayout, Coded::kValueGroups>(
-          o, s, ptx::shared_address(kCodes ? keys : k + kKBytes), numbers());
+          o, s, ptx::shared_address(kCodes ? keys : k + kKBytes), numbers() + Coded::kKeyNumbers);
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) tiles[i] = tiles[i + 1];
-      stage = stage == kStages - 1 ? 0 : stage + 1;
+      stage = next_stage;
       if constexpr (kStages == 1) {
         __syncwarp();
         load_pair(tiles[0], location, 0);
         location = next;
+        if constexpr (kCodes) next_held = load_numbers(tiles[0], 0);
       }
+      held = next_held;
     }
     ptx::wait_copies<0>();
     feed.end_item<Config>();
@@ -215,28 +225,15 @@ class FewRow {
     ptx::commit_copies();
   }
 
-  // The codes of a tile as 16-bit rows, in the warp's tile; the values after the product with keys.
-  FAJIT_DEV void widen_keys(const KvTile& tile, const unsigned char* codes, uint32_t listed) const {
-    __syncwarp();  // all lanes have finished with the values before
-    coded(tile, listed).template widen_keys<kKeys, QLayout>(ring_ + kWideBegin, 0, codes);
-  }
-  FAJIT_DEV void widen_values(const KvTile& tile, const unsigned char* codes,
-                              uint32_t listed) const {
-    __syncwarp();  // all lanes have finished with the keys
-    coded(tile, listed).template widen_values<kKeys, VLayout>(ring_ + kWideBegin, 0, codes);
+  // The numbers of this lane's row of a tile, long before they are due.
+  FAJIT_DEV typename Coded::Held load_numbers(const KvTile& tile, int stage) const {
+    if (Config::kSparse) __syncwarp();  // the entries of its key list are written
+    if (!tile.valid()) return {};
+    return coded(tile, listed_ + stage * kListedBytes).load();
   }
   FAJIT_DEV float* numbers() const { return reinterpret_cast<float*>(ring_ + kNumbersBegin); }
   FAJIT_DEV Coded coded(const KvTile& tile, uint32_t listed) const {
-    return {c_,
-            tile,
-            listed,
-            0,
-            tile.end - tile.begin,
-            item_.request,
-            kv_h_,
-            lane_,
-            reinterpret_cast<float*>(ring_ + kNumbersBegin),
-            temps_};
+    return {c_, tile, listed, 0, tile.end - tile.begin, item_.request, kv_h_, numbers(), temps_};
   }
 
   FAJIT_DEV void change_rows(const KvTile& tile, unsigned char* k, uint32_t listed) {

@@ -68,7 +68,7 @@ class Prefill {
   // Shared memory: Q, then K stages, V stages, addresses and walk of each warp, key list entries,
   // scratch of row hooks. At the end the output states are staged in it, 8 rows of each warp at a
   // time.
-  using Coded = CodedTileOf<Config, Hooks, false>;
+  using Coded = CodedTileOf<Config, Hooks, kLoadRows, false>;
   static constexpr bool kCodes = CodesOf<Config>::kAny;
   static_assert(!kCodes || kStages == 1, "codes have one stage");
   static constexpr int kQBytes = Config::kTileQ * QLayout::kRowBytes;
@@ -79,7 +79,7 @@ class Prefill {
   static constexpr int kCodesBegin = kQBytes + kStages * (kKBytes + kVBytes);
   static constexpr int kValueCodesBegin = kCodesBegin + Config::kTileKv * Coded::kKeyPitch;
   static constexpr int kNumbersBegin = kValueCodesBegin + Config::kTileKv * Coded::kValuePitch;
-  static constexpr int kTilesBytes = kNumbersBegin + Config::kTileKv * Coded::kNumbers * 4;
+  static constexpr int kTilesBytes = kNumbersBegin + kWarps * Coded::kNumbers * 4;
   static constexpr int kOutPitch = round_up(Config::kDimV, 32) + 8;  // floats
   static constexpr int kOutBytes = kWarps * 8 * kOutPitch * 4;
   static constexpr int kWarpsBegin = round_up(larger(kTilesBytes, kOutBytes), 16);
@@ -168,15 +168,17 @@ class Prefill {
   FAJIT_DEV unsigned char* value_codes() const {
     return q_ + kValueCodesBegin + warp_ * kLoadRows * Coded::kValuePitch;
   }
-  // The rows that this warp has loaded, from codes to the tile.
+  // The rows that this warp loads; their numbers are loaded with them, and held until they are due.
+  FAJIT_DEV Coded coded(const KvTile& tile, int turn) const {
+    float* const numbers = reinterpret_cast<float*>(q_ + kNumbersBegin) + warp_ * Coded::kNumbers;
+    return {c_,    tile,    listed(turn), warp_ * kLoadRows, own_keys(tile), key_request(),
+            kv_h_, numbers, temps_};
+  }
   FAJIT_DEV void widen_rows(const KvTile& tile, int turn) {
-    float* const numbers =
-        reinterpret_cast<float*>(q_ + kNumbersBegin) + warp_ * kLoadRows * Coded::kNumbers;
-    const int first = warp_ * kLoadRows;
-    const Coded rows{c_,    tile,  listed(turn), first, own_keys(tile), key_request(),
-                     kv_h_, lane_, numbers,      temps_};
-    rows.template widen_keys<kLoadRows, QLayout>(k_, first, key_codes());
-    rows.template widen_values<kLoadRows, VLayout>(v_, first, value_codes());
+    const Coded rows = coded(tile, turn);
+    rows.put(held_);
+    rows.widen_keys(k_, warp_ * kLoadRows, key_codes(), held_);
+    rows.widen_values(v_, warp_ * kLoadRows, value_codes(), held_);
   }
   FAJIT_DEV void load_keys(int count, KeyLocation location, int stage, int turn) {
     keys_.template store_listed<kLoadRows>(listed(turn) + warp_ * kLoadRows * 4, count, location);
@@ -333,6 +335,10 @@ class Prefill {
     } else {
       load_turn(left - warp_ * kLoadRows, location, turn);
     }
+    if constexpr (kCodes) {
+      if (Config::kSparse) __syncwarp();  // the entries of the key list are written
+      held_ = coded(tile_at(begin, walk), turn).load();
+    }
   }
   FAJIT_DEV void load_turn(int count, const KeyLocation& location, int turn) {
     if constexpr (kCodes) {
@@ -416,6 +422,7 @@ class Prefill {
   const uint32_t listed_;  // shared memory address: key list entries of each turn
   float* const temps_;
   const Keys keys_;
+  typename Coded::Held held_{};  // of the next tile, or of the one that is due
 };
 
 }  // namespace fajit::cuda

@@ -30,6 +30,11 @@ FAJIT_DEV float plus_two23(uint32_t word, int byte) {
   return __uint_as_float(ptx::pick_bytes(word, 0x4b000000, 0x7440 | byte));
 }
 
+// A constant in a register: prmt has one immediate operand, which is better its order.
+FAJIT_DEV uint32_t kept(uint32_t constant) {
+  asm("" : "+r"(constant));
+  return constant;
+}
 // Bytes i and i + 1 of a word, each below the byte `above`.
 FAJIT_DEV uint32_t below(uint32_t word, int i, uint32_t above) {
   return ptx::pick_bytes(word, above, 0x4040 | i | (i + 1) << 8);
@@ -54,10 +59,10 @@ struct Int8Codes {
     for (int i = 0; i < 4; ++i) {
       const uint32_t word = i < 2 ? words.x : words.y;
       if constexpr (Element::kBfloat16) {
-        const uint32_t t = below(word, i % 2 * 2, 0x43);
+        const uint32_t t = below(word, i % 2 * 2, kept(0x43));
         y[i] = ptx::fma_pair<Element>(t & 0xff80ff80, 0xbf80bf80, t & 0xff7fff7f);
       } else {
-        y[i] = ptx::fma_pair<Element>(below(word ^ 0x80808080, i % 2 * 2, 0x64), 0x3c003c00,
+        y[i] = ptx::fma_pair<Element>(below(word ^ 0x80808080, i % 2 * 2, kept(0x64)), 0x3c003c00,
                                       0xe480e480);
       }
     }
@@ -104,7 +109,7 @@ struct Int4Codes {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       y[i] = ptx::fma_pair<Element>(
-          below(i < 2 ? words.x : words.y, i % 2 * 2, Element::kBfloat16 ? 0x43 : 0x64),
+          below(i < 2 ? words.x : words.y, i % 2 * 2, kept(Element::kBfloat16 ? 0x43 : 0x64)),
           pair_of<Element>(0x3f80, 0x3c00), pair_of<Element>(0xc308, 0xe408));
   }
   template <int N>
@@ -333,10 +338,11 @@ struct Select<false, A, B> {
   using Type = B;
 };
 
-// What is done to the rows of codes that a warp has loaded.
+// What is done to the rows of codes that a warp has loaded: lane r loads the numbers of row r ahead
+// (`load`), and hands them to the others when the row is due (`put`).
 //
-// kFolds: scales of whole groups are not applied, but left beside the tile, for the products: their
-// entry [group][row] is at `numbers`. Else a row's numbers are there one by one.
+// kFolds: scales of whole groups are not applied here, but by the products: that of a group and a
+// row is at numbers[group][row]. Else a row's numbers are one after the other.
 template <class Codes, class Numbers, class Element, class Layout, int HeadDim, bool kHook,
           bool kFolds>
 struct Widening {
@@ -350,53 +356,67 @@ struct Widening {
   static constexpr int kNumbers = Used::kCount;
   using Rows = CodeRows<Codes, HeadDim>;
 
-  // position(r): the logical position of row r. numbers: of the warp, kNumbers floats a row.
-  // hook(row, position): the row hook.
-  template <int kRows, class Position, class Hook>
-  static FAJIT_DEV void run(const Context& c, unsigned char* tile, int first_row,
-                            const unsigned char* codes, int count, float* numbers, int32_t request,
-                            int32_t kv_h, Position position, Hook hook) {
+  // The numbers of a lane's row, and its entry of the codebook.
+  struct Held {
+    float numbers[kNumbers > 0 ? kNumbers : 1];
+    float entry;
+  };
+  // exists: whether the row does.
+  static FAJIT_DEV Held load(const Context& c, int32_t request, int32_t kv_h, int32_t position,
+                             bool exists) {
+    Held held{};
+    if (exists) load_from<0>(held, c, request, kv_h, position);
+    if constexpr (Used::kCodebook >= 0) {
+      const fajit_tensor& book = c.tensor(Used::kCodebook);
+      held.entry = static_cast<const float*>(book.ptr)[ptx::lane_index() % 16 * book.strides[0]];
+    }
+    return held;
+  }
+  template <int kRows>
+  static FAJIT_DEV void put(float* numbers, const Held& held) {
     const int lane = ptx::lane_index();
+    if (kNumbers == 0 || lane >= kRows) return;
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i)
+      numbers[kFolded ? i * kRows + lane : lane * kNumbers + i] = held.numbers[i];
+  }
+
+  // Rows [first_row, first_row + kRows) of a tile. hook(row, r): the row hook on row r.
+  template <int kRows, class Hook>
+  static FAJIT_DEV void run(unsigned char* tile, int first_row, const unsigned char* codes,
+                            int count, const float* numbers, float entry, Hook hook) {
     if constexpr (kHook && !kDecodes) {
       for (int r = 0; r < kRows; ++r) {
         if (r < count)
           hook(WidenedRow<Codes, HeadDim, Element, Layout>{codes + r * Rows::kPitch, tile,
                                                            first_row + r},
-               position(r));
-        for (int i = lane + (r < count ? HeadDim : 0); i < Layout::kDim; i += 32)
+               r);
+        for (int i = ptx::lane_index() + (r < count ? HeadDim : 0); i < Layout::kDim; i += 32)
           *reinterpret_cast<uint16_t*>(tile + Layout::element(first_row + r, i)) = 0;
       }
     } else {
-      if constexpr (kNumbers > 0) {
-        constexpr int kStep = kFolded ? kRows : 1;
-        float* const own = numbers + lane * (kFolded ? 1 : kNumbers);
-        if (lane < kRows && lane < count) {
-          store<0, kStep>(own, c, request, kv_h, position(lane));
-        } else if (kFolded && lane < kRows) {
-          for (int i = 0; i < kNumbers; ++i) own[i * kStep] = 0.0f;
-        }
-        __syncwarp();
-      }
-      if constexpr (kNumbers == 0 || kFolded) {
-        widen<Layout, HeadDim, kRows>(
-            tile, first_row, count, [&](uint32_t (&y)[4], int r, int first) {
-              Codes::template pairs<Element, HeadDim>(y, codes + r * Rows::kPitch, first);
-            });
-      } else {
-        float entry = 0.0f;
-        if constexpr (Used::kCodebook >= 0)
-          entry = static_cast<const float*>(
-              c.tensor(Used::kCodebook).ptr)[lane % 16 * c.tensor(Used::kCodebook).strides[0]];
-        widen<Layout, HeadDim, kRows>(
-            tile, first_row, count, [&](uint32_t (&y)[4], int r, int first) {
-              decode(y, codes + r * Rows::kPitch, first, numbers + r * kNumbers, entry);
-            });
-      }
+      widen<Layout, HeadDim, kRows>(tile, first_row, count,
+                                    [&](uint32_t (&y)[4], int r, int first) {
+                                      const unsigned char* const row = codes + r * Rows::kPitch;
+                                      if constexpr (kNumbers == 0 || kFolded) {
+                                        Codes::template pairs<Element, HeadDim>(y, row, first);
+                                      } else {
+                                        decode(y, row, first, numbers + r * kNumbers, entry);
+                                      }
+                                    });
     }
     __syncwarp();
   }
 
  private:
+  template <int i>
+  static FAJIT_DEV void load_from(Held& held, const Context& c, int32_t request, int32_t kv_h,
+                                  int32_t position) {
+    if constexpr (i < kNumbers) {
+      held.numbers[i] = Used::template number<i>(c, request, kv_h, position);
+      load_from<i + 1>(held, c, request, kv_h, position);
+    }
+  }
   // 8 values of a row in fp32, rounded last. entry: of the codebook, that of the lane.
   static FAJIT_DEV void decode(uint32_t (&y)[4], const unsigned char* row, int first,
                                const float* numbers, [[maybe_unused]] float entry) {
@@ -414,16 +434,6 @@ struct Widening {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       y[i] = Element::pack((x[2 * i] - zero) * scale, (x[2 * i + 1] - zero) * scale);
-  }
-  // All numbers are loaded before one is awaited.
-  template <int i, int kStep>
-  static FAJIT_DEV void store(float* to, const Context& c, int32_t request, int32_t kv_h,
-                              int32_t position) {
-    if constexpr (i < kNumbers) {
-      const float number = Used::template number<i>(c, request, kv_h, position);
-      store<i + 1, kStep>(to, c, request, kv_h, position);
-      to[i * kStep] = number;
-    }
   }
 };
 
