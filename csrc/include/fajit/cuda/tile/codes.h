@@ -22,7 +22,10 @@ namespace fajit::cuda {
 //
 // kBits: of a code. values<N>(): codes [first, first + 8) of a row of N as floats, for a `first`
 // that is a multiple of 8. pairs<Element, N>(): the same as four words of two 16-bit values, which
-// have all codes exactly. one<N>(): code i of a row of N.
+// have all codes exactly. Both return bits, of which those in kSpecial say that there is an
+// infinity or NaN among the codes, for which they are wrong. one<N>(): code i of a row of N, any
+// code.
+constexpr uint32_t kSpecial = 0x80808080;
 
 // 2^23 + a byte, as a float, is exact; less 2^23 and what the byte is off by, it is the code.
 constexpr float kTwo23 = 8388608.0f;
@@ -53,7 +56,7 @@ struct Int8Codes {
   // 0x43 above seven bits is 128 plus them, above 0x80 it is 256; 0x64 above a byte is 1024 plus
   // it.
   template <class Element, int N>
-  static FAJIT_DEV void pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
+  static FAJIT_DEV uint32_t pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
     const uint2 words = *reinterpret_cast<const uint2*>(row + first);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -66,13 +69,15 @@ struct Int8Codes {
                                       0xe480e480);
       }
     }
+    return 0;
   }
   template <int N>
-  static FAJIT_DEV void values(float (&x)[8], const unsigned char* row, int first) {
+  static FAJIT_DEV uint32_t values(float (&x)[8], const unsigned char* row, int first) {
     const uint2 words = *reinterpret_cast<const uint2*>(row + first);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       x[i] = plus_two23((i < 4 ? words.x : words.y) ^ 0x80808080, i % 4) - (kTwo23 + 128.0f);
+    return 0;
   }
   template <int N>
   static FAJIT_DEV float one(const unsigned char* row, int i) {
@@ -104,20 +109,22 @@ struct Int4Codes {
     }
   }
   template <class Element, int N>
-  static FAJIT_DEV void pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
+  static FAJIT_DEV uint32_t pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
     const uint2 words = bits_of_8<N>(row, first);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       y[i] = ptx::fma_pair<Element>(
           below(i < 2 ? words.x : words.y, i % 2 * 2, kept(Element::kBfloat16 ? 0x43 : 0x64)),
           pair_of<Element>(0x3f80, 0x3c00), pair_of<Element>(0xc308, 0xe408));
+    return 0;
   }
   template <int N>
-  static FAJIT_DEV void values(float (&x)[8], const unsigned char* row, int first) {
+  static FAJIT_DEV uint32_t values(float (&x)[8], const unsigned char* row, int first) {
     const uint2 words = bits_of_8<N>(row, first);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       x[i] = plus_two23(i < 4 ? words.x : words.y, i % 4) - (kTwo23 + 8.0f);
+    return 0;
   }
   template <int N>
   static FAJIT_DEV float one(const unsigned char* row, int i) {
@@ -131,7 +138,7 @@ template <int kShift, int kDown, uint32_t kLast>
 struct FloatCodes {
   static constexpr int kBits = 8;
   template <class Element, int N>
-  static FAJIT_DEV void pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
+  static FAJIT_DEV uint32_t pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
     constexpr int kMore = Element::kBfloat16 ? kShift + 3 : kShift;  // bfloat16: 3 exponent bits
     constexpr uint32_t kMask = (0x7f00 >> kMore) * 0x10001;
     constexpr uint32_t kPower = Element::kBfloat16 ? (127 + 112 + kDown) << 7 : (15 + kDown) << 10;
@@ -142,14 +149,10 @@ struct FloatCodes {
       y[i] = ptx::fma_pair<Element>((t & 0x80008000) | (t >> kMore & kMask), kPower * 0x10001,
                                     0x80008000);
     }
-    if (any_last(words)) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        y[i] = Element::pack(one<N>(row, first + 2 * i), one<N>(row, first + 2 * i + 1));
-    }
+    return last_in(words);
   }
   template <int N>
-  static FAJIT_DEV void values(float (&x)[8], const unsigned char* row, int first) {
+  static FAJIT_DEV uint32_t values(float (&x)[8], const unsigned char* row, int first) {
     const uint2 words = *reinterpret_cast<const uint2*>(row + first);
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
@@ -157,10 +160,7 @@ struct FloatCodes {
       x[i] = ptx::half_to_float(pair) * kScale;
       x[i + 1] = ptx::half_to_float(pair >> 16) * kScale;
     }
-    if (any_last(words)) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = one<N>(row, first + i);
-    }
+    return last_in(words);
   }
   template <int N>
   static FAJIT_DEV float one(const unsigned char* row, int i) {
@@ -176,10 +176,10 @@ struct FloatCodes {
   static FAJIT_DEV uint32_t halves(uint32_t pair) {
     return (pair & 0x80008000) | (pair >> kShift & (0x7f00 >> kShift) * 0x10001);
   }
-  static FAJIT_DEV bool any_last(const uint2& words) {
+  // Bit 7 of a byte: whether the magnitude of a code is kLast or more.
+  static FAJIT_DEV uint32_t last_in(const uint2& words) {
     constexpr uint32_t kToBit7 = (0x80 - kLast) * 0x01010101;
-    return ((((words.x & 0x7f7f7f7f) + kToBit7) | ((words.y & 0x7f7f7f7f) + kToBit7)) &
-            0x80808080) != 0;
+    return ((words.x & 0x7f7f7f7f) + kToBit7) | ((words.y & 0x7f7f7f7f) + kToBit7);
   }
 };
 using E4m3Codes = FloatCodes<1, 8, 0x7f>;
@@ -190,20 +190,22 @@ template <class Element>
 struct NoCodes {
   static constexpr int kBits = 16;
   template <class, int N>
-  static FAJIT_DEV void pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
+  static FAJIT_DEV uint32_t pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
     const uint4 words = *reinterpret_cast<const uint4*>(row + 2 * first);
     y[0] = words.x;
     y[1] = words.y;
     y[2] = words.z;
     y[3] = words.w;
+    return 0;
   }
   template <int N>
-  static FAJIT_DEV void values(float (&x)[8], const unsigned char* row, int first) {
+  static FAJIT_DEV uint32_t values(float (&x)[8], const unsigned char* row, int first) {
     const uint4 words = *reinterpret_cast<const uint4*>(row + 2 * first);
     const uint32_t all[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       x[i] = Element::to_float(static_cast<uint16_t>(all[i / 2] >> i % 2 * 16));
+    return 0;
   }
   template <int N>
   static FAJIT_DEV float one(const unsigned char* row, int i) {
@@ -283,22 +285,38 @@ struct NoNumbers {
 
 // Turns kRows rows of codes into rows [first_row, first_row + kRows) of a tile, which begins at a
 // multiple of 8; rows from `count` on and columns from HeadDim on become zeros. get(y, r, first): 8
-// values of row r from column `first` on, two a word; both exist. Called by all lanes of a warp.
-template <class Layout, int HeadDim, int kRows, class Get>
-FAJIT_DEV void widen(unsigned char* tile, int first_row, int count, Get get) {
+// values of row r from column `first` on, two a word; both exist. It returns bits: see kSpecial.
+// exact(y, r, first): the same of any codes. Called by all lanes of a warp.
+template <class Layout, int HeadDim, int kRows, class Get, class Exact>
+FAJIT_DEV void widen(unsigned char* tile, int first_row, int count, Get get, Exact exact) {
   constexpr int kChunks = Layout::kDim / 8, kStep = 32 / kChunks;
   const int lane = ptx::lane_index();
-  // Every step is the same number of rows further for all lanes, as in load_strided_rows.
+  // Every step is the same number of rows further for all lanes, as in load_strided_rows. Some
+  // steps are loaded before the first is stored, so that their latencies overlap.
   if constexpr (HeadDim == Layout::kDim && 32 % kChunks == 0 && kRows % kStep == 0 && kStep <= 8) {
     if (count >= kRows) {
+      constexpr int kSteps = kRows / kStep, kBatch = kSteps % 4 == 0 ? 4 : kSteps % 2 == 0 ? 2 : 1;
       const int r = lane / kChunks, chunk = lane % kChunks;
       const uint32_t to =
           compute_here(ptx::shared_address(tile) + Layout::offset(first_row + r, chunk));
+      uint32_t special = 0;
 #pragma unroll
-      for (int j = 0; j < kRows; j += kStep) {
-        uint32_t y[4];
-        get(y, r + j, chunk * 8);
-        ptx::store_words(Layout::down(to, j), y[0], y[1], y[2], y[3]);
+      for (int j = 0; j < kSteps; j += kBatch) {
+        uint32_t y[kBatch][4];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) special |= get(y[i], r + (j + i) * kStep, chunk * 8);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+          ptx::store_words(Layout::down(to, (j + i) * kStep), y[i][0], y[i][1], y[i][2], y[i][3]);
+      }
+      if ((special & kSpecial) != 0) {
+#pragma unroll 1
+        for (int j = r; j < kRows; j += kStep) {
+          uint32_t y[4];
+          exact(y, j, chunk * 8);
+          *reinterpret_cast<uint4*>(tile + Layout::offset(first_row + j, chunk)) =
+              uint4{y[0], y[1], y[2], y[3]};
+        }
       }
       return;
     }
@@ -308,7 +326,10 @@ FAJIT_DEV void widen(unsigned char* tile, int first_row, int count, Get get) {
     const int r = min(i / kChunks, kRows - 1), first = i % kChunks * 8;
     const bool inside = r < count && first < HeadDim;
     uint32_t y[4] = {0, 0, 0, 0};
-    if (count > 0) get(y, inside ? r : 0, inside ? first : 0);
+    if (count > 0) {
+      const int row = inside ? r : 0, from = inside ? first : 0;
+      if ((get(y, row, from) & kSpecial) != 0) exact(y, row, from);
+    }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if (!inside) y[e] = 0;
@@ -395,15 +416,25 @@ struct Widening {
           *reinterpret_cast<uint16_t*>(tile + Layout::element(first_row + r, i)) = 0;
       }
     } else {
-      widen<Layout, HeadDim, kRows>(tile, first_row, count,
-                                    [&](uint32_t (&y)[4], int r, int first) {
-                                      const unsigned char* const row = codes + r * Rows::kPitch;
-                                      if constexpr (kNumbers == 0 || kFolded) {
-                                        Codes::template pairs<Element, HeadDim>(y, row, first);
-                                      } else {
-                                        decode(y, row, first, numbers + r * kNumbers, entry);
-                                      }
-                                    });
+      const auto get = [&](uint32_t (&y)[4], int r, int first) -> uint32_t {
+        const unsigned char* const row = codes + r * Rows::kPitch;
+        if constexpr (kNumbers == 0 || kFolded) {
+          return Codes::template pairs<Element, HeadDim>(y, row, first);
+        } else {
+          float x[8];
+          const uint32_t special = values(x, row, first, entry);
+          decode(y, x, first, numbers + r * kNumbers);
+          return special;
+        }
+      };
+      const auto exact = [&](uint32_t (&y)[4], int r, int first) {
+        float x[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          x[i] = Codes::template one<HeadDim>(codes + r * Rows::kPitch, first + i);
+        decode(y, x, first, numbers + r * kNumbers);
+      };
+      widen<Layout, HeadDim, kRows>(tile, first_row, count, get, exact);
     }
     __syncwarp();
   }
@@ -417,23 +448,30 @@ struct Widening {
       load_from<i + 1>(held, c, request, kv_h, position);
     }
   }
-  // 8 values of a row in fp32, rounded last. entry: of the codebook, that of the lane.
-  static FAJIT_DEV void decode(uint32_t (&y)[4], const unsigned char* row, int first,
-                               const float* numbers, [[maybe_unused]] float entry) {
-    float x[8];
+  // 8 codes, or their entries of the codebook. entry: that of the lane.
+  static FAJIT_DEV uint32_t values(float (&x)[8], const unsigned char* row, int first,
+                                   [[maybe_unused]] float entry) {
     if constexpr (Used::kCodebook >= 0) {
       const uint2 words = Codes::template bits_of_8<HeadDim>(row, first);
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         x[i] = ptx::from_lane(entry, (i < 4 ? words.x : words.y) >> i % 4 * 8 & 0xff);
+      return 0;
     } else {
-      Codes::template values<HeadDim>(x, row, first);
+      return Codes::template values<HeadDim>(x, row, first);
     }
-    const float* const own = numbers + first * kGroups / HeadDim;
-    const float scale = own[0], zero = Used::kZeros ? own[kGroups] : 0.0f;
+  }
+  // The values of 8 codes: decoded in fp32 where the products do not, and rounded.
+  static FAJIT_DEV void decode(uint32_t (&y)[4], float (&x)[8], [[maybe_unused]] int first,
+                               [[maybe_unused]] const float* numbers) {
+    if constexpr (kNumbers > 0 && !kFolded) {
+      const float* const own = numbers + first * kGroups / HeadDim;
+      const float scale = own[0], zero = Used::kZeros ? own[kGroups] : 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      y[i] = Element::pack((x[2 * i] - zero) * scale, (x[2 * i + 1] - zero) * scale);
+      for (int i = 0; i < 8; ++i) x[i] = (x[i] - zero) * scale;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = Element::pack(x[2 * i], x[2 * i + 1]);
   }
 };
 
