@@ -206,6 +206,19 @@ def matrix_dtype(target: str, q_dtype: str) -> str:
     return "bfloat16" if q_dtype == "bfloat16" and CPU_ROWS[target].bf16_rate else "float32"
 
 
+def has_whole_rows(head_dims: tuple[int, int], dtypes: tuple[str, str, str]) -> bool:
+    """Whether the rows of q, k, v and out are multiples of 16 bytes long, as copies on CUDA are.
+
+    >>> has_whole_rows((40, 40), ("bfloat16", "bfloat16", "bfloat16"))
+    True
+    >>> has_whole_rows((40, 40), ("bfloat16", "int8", "int8"))
+    False
+    """
+    (head_dim, head_dim_v), (q, k, v) = head_dims, dtypes
+    rows = ((head_dim, q), (head_dim, k), (head_dim_v, v), (head_dim_v, q))
+    return not any(dim * DTYPE_BYTES[dtype] % 16 for dim, dtype in rows)
+
+
 # --- where a call runs ----------------------------------------------------------------------------
 
 

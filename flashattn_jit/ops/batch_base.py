@@ -131,9 +131,8 @@ class BatchBase:
         self._workspace = Workspace(workspace, own)
         self._target = target  # not resolved: a copy may be unpickled on another machine
         self._state: DeviceState | None = None
-        self._observed = Observed(
-            not self._kernels.options.cpu and bool(head_dim % 8 or head_dim_v % 8)
-        )
+        options = self._kernels.options
+        self._observed = Observed(not options.cpu and not options.whole_rows)
         self._planned: Planned | MixedPlanned | None = None
         self.number = next(_numbers)  # identifies the object in graphs
         _objects[self.number] = self

@@ -45,6 +45,7 @@ from ..codegen.spec import (
     KernelSpec,
     UtilitySpec,
     append_kernel,
+    has_whole_rows,
     takes_dtypes,
 )
 from ..codegen.targets import compiled_target, is_cuda
@@ -132,7 +133,7 @@ def _kernels(
             appends = (append_kernel(variant, head_dims, dtypes[1:], target, name, new[0]),)
     if unscaled_integers(variant.has, *dtypes[1:]):
         return () if formats else appends
-    features = [f for wanted in formats for f in _features(wanted, target, head_dims)]
+    features = [f for wanted in formats for f in _features(wanted, target, head_dims, dtypes)]
     attention = kernels_by_rows(
         variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)), name
     )
@@ -154,14 +155,16 @@ def appends_dtypes(target: str, dtypes: Sequence[str], stored: Sequence[str] = (
     return {k, v} <= {*Q_DTYPES} and same and (k == v or not any(codes))
 
 
-def _features(wanted: str, target: str, head_dims: tuple[int, int]) -> Iterator[tuple[str, ...]]:
+def _features(
+    wanted: str, target: str, head_dims: tuple[int, int], dtypes: tuple[str, str, str]
+) -> Iterator[tuple[str, ...]]:
     if wanted not in FORMATS:
         raise InputError(f"unknown format {wanted!r}; formats are {', '.join(FORMATS)}")
     if not is_cuda(compiled_target(target)):
         yield from _CPU_FEATURES[wanted]
         return
     for features in _CUDA_FEATURES[wanted]:
-        if not any(n % 8 for n in head_dims):
+        if has_whole_rows(head_dims, dtypes):
             yield features
         yield tuple(f for f in FEATURES if f in features or f == "unaligned")
 

@@ -211,7 +211,8 @@ def test_unknown_formats_and_dtypes() -> None:
         reachable(PLAIN, (64, 64), ("float32",) * 3, "cpu:avx2", ("pagd",))
     assert reachable(PLAIN, (64, 64), ("float32",) * 3, "sm_90") == ()
     assert reachable(PLAIN, (64, 64), ("bfloat16",) * 3, "sm_75") == ()
-    assert not takes_dtypes("emulated:sm_80", ("bfloat16", "int8", "int8"))
+    assert takes_dtypes("emulated:sm_80", ("bfloat16", "int8", "bfloat16"))
+    assert not takes_dtypes("sm_80", ("bfloat16", "int8", "float16"))
 
 
 def of_another_format(spec: KernelSpec, name: str) -> bool:

@@ -194,7 +194,7 @@ def _problem(planned: Variation, launch: LaunchWork) -> Problem:
     q_len, kv_len = lengths.q_len, lengths.kv_len
     # The longest request decides the tile kind.
     longest = max(members, key=q_len.__getitem__)
-    names = KV_NAMES[o.q_dtype], KV_NAMES[o.k_dtype], KV_NAMES[o.v_dtype]
+    names = o.dtypes
     return Problem(
         (q_len[longest],), (kv_len[longest],), o.num_q_heads, o.num_kv_heads, o.head_dim,
         o.head_dim_v, *names,

@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 
 from ... import _C
+from ...codegen.spec import has_whole_rows
 from ...errors import InputError
 from ...torch_modes import need_values, refuse_transforms
 from ...variants.binding import Structure
-from ...variants.ir.dtypes import per_element
+from ...variants.ir.dtypes import KV_NAMES, per_element, row_dim
 from ...variants.params import Dims
 from . import checks
 
@@ -214,13 +215,17 @@ def _form(
         (q.stride(), k.stride(), v.stride()),
         (q.dtype, k.dtype, v.dtype),
         q.device,
-        q.shape[-1] % 8 == 0
-        and v.shape[-1] % 8 == 0
+        has_whole_rows((q.shape[-1], row_dim(v)), _names(tensors))
         and all(_steps_aligned(t) for t in tensors)
         and not any(_repeats_rows(kind, t) for t in (k, v)),
         (checks.extent(q), checks.extent(k), checks.extent(v)),
     )
     return forms.keep(signature, form)
+
+
+def _names(tensors: Sequence[torch.Tensor]) -> tuple[str, str, str]:
+    q, k, v = (KV_NAMES[t.dtype] for t in tensors)
+    return q, k, v
 
 
 dense_form = functools.partial(_form, "dense", checks.check_dense, Recent(_KEPT_FORMS))

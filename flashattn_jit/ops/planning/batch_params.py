@@ -108,7 +108,7 @@ def bound_kernels(
 ) -> Pair:
     """The kernels of every batch within the limits; on CPUs without their modules."""
     bound = bind_on_host(variant, dims, stand_ins(variant, dims))
-    unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
+    unaligned = not kernels.options.whole_rows
     needs = Needs(ALL_ROWS, True, paged, sparse, mixed, unaligned=unaligned, tma=tma)
     if kernels.options.cpu:
         return kernels.unloaded(bound.structure, needs, variant.name)

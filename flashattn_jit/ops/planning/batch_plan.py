@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ... import _C
-from ...codegen.spec import KernelSpec, on_cpu
+from ...codegen.spec import KernelSpec, has_whole_rows, on_cpu
 from ...codegen.targets import CPU_ROWS
 from ...errors import InputError
 from ...jit.module import default, load_stepping
@@ -89,6 +89,16 @@ class Options:
     def cpu(self) -> bool:
         """Whether kernels are CPU code."""
         return on_cpu(self.target)
+
+    @property
+    def dtypes(self) -> tuple[str, str, str]:
+        """The names of the dtypes of q, k and v."""
+        return KV_NAMES[self.q_dtype], KV_NAMES[self.k_dtype], KV_NAMES[self.v_dtype]
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether rows are multiples of 16 bytes long."""
+        return has_whole_rows((self.head_dim, self.head_dim_v), self.dtypes)
 
 
 class Kernel(NamedTuple):
@@ -212,7 +222,7 @@ class Kernels:
     ) -> KernelSpec:
         """The first choice for a number of packed rows."""
         o = self.options
-        dtypes = KV_NAMES[o.q_dtype], KV_NAMES[o.k_dtype], KV_NAMES[o.v_dtype]
+        dtypes = o.dtypes
         return choose_rows(
             ir, (o.head_dim, o.head_dim_v), dtypes, o.target, packed_rows, features, name, tma
         )
