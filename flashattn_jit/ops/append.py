@@ -388,9 +388,8 @@ class AppendPlan:
             if dtypes != stored:
                 raise InputError(
                     f"k and v are {' and '.join(dtypes)}, k_pages and v_pages "
-                    f"{' and '.join(stored)}: rows of one dtype, float32, bfloat16 or float16, "
-                    "become codes, on CPUs only; on CUDA quantise them by Format.quantize and "
-                    "append codes and scales"
+                    f"{' and '.join(stored)}: rows of one dtype become codes, float32, bfloat16 or "
+                    "float16 on CPUs, and on CUDA one that attention takes there"
                 )
             raise InputError(
                 f"k and v are {' and '.join(dtypes)}; a transform changes rows of float32, "
