@@ -56,8 +56,8 @@ def append_paged_kv(
         v: [num_tokens, num_kv_heads, head_dim_v], of v_pages' dtype.
         k_pages: [num_pages, page_size, num_kv_heads, head_dim], written to. Any strides with a
             contiguous last dim, so that another layout is a transposed view. An `fa.kv.Stored`
-            quantises k, of float32, bfloat16 or float16, after the transform and on CPUs only: with
-            one scale a row, [num_pages, page_size, num_kv_heads], scales are computed and stored as
+            quantises k, of bfloat16, float16 or (on CPUs) float32, after the transform: with one
+            scale a row, [num_pages, page_size, num_kv_heads], scales are computed and stored as
             `fa.kv.Format.quantize` does; others are given, and codes end at the largest.
         v_pages: [num_pages, page_size, num_kv_heads, head_dim_v], likewise.
         q_indptr: int32 or int64 cpu tensor [num_requests + 1]: request b has the new tokens
