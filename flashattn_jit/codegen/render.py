@@ -80,9 +80,7 @@ def _cuda_code(spec: KernelSpec) -> dict[str, object]:
     return {
         "element": element,
         "codes": tuple(stored) if spec.has_codes or appends else (),
-        "hooks": lower_hooks(
-            spec.variant, spec.name, "cuda", codes=spec.has_codes and not appends
-        ),
+        "hooks": lower_hooks(spec.variant, spec.name, "cuda", codes=spec.has_codes and not appends),
     }
 
 

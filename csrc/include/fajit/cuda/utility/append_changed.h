@@ -40,8 +40,8 @@ struct AppendChanged {
   using Plain = AppendPagedKv<1>;
   static constexpr int kThreads = Plain::kThreads, kWarps = kThreads / 32;
   // Floats of a row that becomes codes.
-  static constexpr int kRow = larger(kIsCode<KeyCodes> ? Config::kHeadDim : 1,
-                                     kIsCode<ValueCodes> ? Config::kHeadDimV : 1);
+  static constexpr int kRow =
+      larger(kIsCode<KeyCodes> ? Config::kHeadDim : 1, kIsCode<ValueCodes> ? Config::kHeadDimV : 1);
 
   struct Params {
     typename Plain::Params plain;
@@ -107,9 +107,7 @@ struct AppendChanged {
   }
 
  private:
-  struct Place {
-    int64_t token, page, slot, head;
-  };
+  struct Place { int64_t token, page, slot, head; };
 
   template <bool kChanged, int kDim, class Codes, class Change>
   static FAJIT_DEV void put(const typename Plain::Rows& r, const Quantizer<Codes>& codes,

@@ -188,9 +188,7 @@ class Quantizer {
       return own;
     }
   };
-  struct Pair {
-    float scale, zero;
-  };
+  struct Pair { float scale, zero; };
 
   // Computes and stores the scale of a group, and its zero point.
   FAJIT_DEV Pair put_numbers(const Group& group, int64_t page, int64_t slot, int64_t head,
@@ -213,9 +211,8 @@ class Quantizer {
     }
     if (top >= infinite || span == math::kInf) span = as_float(0x7fc00000);
     const bool writes = group.first == 0 && group.end > 0;
-    const float scale =
-        beside_.scales.put(span / steps, beside_.scales.at(page, slot, head), g, writes,
-                           [&](float s) { return s * steps < span; });
+    const float scale = beside_.scales.put(span / steps, beside_.scales.at(page, slot, head), g,
+                                           writes, [&](float s) { return s * steps < span; });
     if (!has_zeros_) return {scale, -0.0f};
     const float wanted = least_ - low / scale;
     const float zero =
