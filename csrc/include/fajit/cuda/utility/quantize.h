@@ -78,7 +78,7 @@ struct Numbers {
   }
 
  private:
-  // To nearest even. NaN has the bits that torch gives it.
+  // To nearest even. NaN has the same bits on every device.
   FAJIT_DEV uint32_t rounded(float x) const {
     const uint32_t bits = x == x ? as_int(x) : 0x7fc00000;
     if (dtype == kFloat) return bits;
