@@ -231,8 +231,7 @@ def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
 def _check_append(spec: KernelSpec) -> None:
     """Raises ManifestError unless a kernel of kind "append" is one of the planner's."""
     dtypes = (spec.k_dtype, spec.v_dtype)
-    codes = not is_cuda(spec.target) and not {*dtypes}.isdisjoint(CODE_DTYPES)
-    allowed = (spec.q_dtype, *CODE_DTYPES) if codes else Q_DTYPES
+    allowed = (spec.q_dtype, *CODE_DTYPES) if spec.has_codes else Q_DTYPES
     for i, dtype in enumerate(dtypes):
         choice(f"dtypes[{i + 1}]", dtype, allowed)
     choice("target", spec.target, (*CPU_TARGETS, *CUDA_TARGETS))
@@ -240,7 +239,7 @@ def _check_append(spec: KernelSpec) -> None:
         choice("variant.hooks", hook, ("key_mod", "value_mod"))
     dims = (spec.head_dim, spec.head_dim_v)
     if spec != append_kernel(
-        spec.variant, dims, dtypes, spec.target, new_dtype=spec.q_dtype if codes else ""
+        spec.variant, dims, dtypes, spec.target, new_dtype=spec.q_dtype if spec.has_codes else ""
     ):
         raise fail("tile", "appending has one kernel, of 16 tokens, with the dtype of k for q")
 

@@ -75,12 +75,12 @@ def _cpu_names(spec: KernelSpec) -> dict[str, object]:
 
 def _cuda_code(spec: KernelSpec) -> dict[str, object]:
     element = {"float16": "Float16", "bfloat16": "Bfloat16"}[spec.q_dtype]
-    codes = spec.has_codes and spec.tile_kind != "append"
+    appends = spec.tile_kind == "append"
     stored = (CUDA_CODES.get(name, "NoCodes<Element>") for name in (spec.k_dtype, spec.v_dtype))
     return {
         "element": element,
-        "codes": tuple(stored) if codes else (),
-        "hooks": lower_hooks(spec.variant, spec.name, "cuda", codes),
+        "codes": tuple(stored) if spec.has_codes or appends else (),
+        "hooks": lower_hooks(spec.variant, spec.name, "cuda", codes=spec.has_codes and not appends),
     }
 
 

@@ -100,10 +100,6 @@ class Cache:
             )
         self.layout: Layout = layout
         self.device = check_device(device)
-        if self.device.type != "cpu" and any(any(g.formats) for g in spec.groups):
-            raise InputError(
-                f"a group has a kv_format, which needs a cache on the CPU, not on {self.device}"
-            )
         self._eviction, self._clock = eviction, clock
         self.masks = [MaskPages(g, spec.page_size, self.max_kv_len) for g in spec.groups]
         self.pools = [

@@ -56,8 +56,8 @@ def append_paged_kv(
         v: [num_tokens, num_kv_heads, head_dim_v], of v_pages' dtype.
         k_pages: [num_pages, page_size, num_kv_heads, head_dim], written to. Any strides with a
             contiguous last dim, so that another layout is a transposed view. An `fa.kv.Stored`
-            quantises k, of float32, bfloat16 or float16, after the transform and on CPUs only: with
-            one scale a row, [num_pages, page_size, num_kv_heads], scales are computed and stored as
+            quantises k, of bfloat16, float16 or (on CPUs) float32, after the transform: with one
+            scale a row, [num_pages, page_size, num_kv_heads], scales are computed and stored as
             `fa.kv.Format.quantize` does; others are given, and codes end at the largest.
         v_pages: [num_pages, page_size, num_kv_heads, head_dim_v], likewise.
         q_indptr: int32 or int64 cpu tensor [num_requests + 1]: request b has the new tokens
@@ -388,9 +388,8 @@ class AppendPlan:
             if dtypes != stored:
                 raise InputError(
                     f"k and v are {' and '.join(dtypes)}, k_pages and v_pages "
-                    f"{' and '.join(stored)}: rows of one dtype, float32, bfloat16 or float16, "
-                    "become codes, on CPUs only; on CUDA quantise them by Format.quantize and "
-                    "append codes and scales"
+                    f"{' and '.join(stored)}: rows of one dtype become codes, float32, bfloat16 or "
+                    "float16 on CPUs, and on CUDA one that attention takes there"
                 )
             raise InputError(
                 f"k and v are {' and '.join(dtypes)}; a transform changes rows of float32, "

@@ -144,15 +144,16 @@ def appends_dtypes(target: str, dtypes: Sequence[str], stored: Sequence[str] = (
     """Whether rows of k and v of these dtypes can be changed on their way into pages.
 
     stored: dtypes of the pages, where they differ: those of codes, for which all rows have one
-    dtype.
+    dtype. On CUDA they always have one, that attention takes there.
     """
     k, v = dtypes
     stored = stored or dtypes
-    if is_cuda(compiled_target(target)):
-        return (k, v) == tuple(stored) and takes_dtypes(target, (k, k, v))
     codes = [s in CODE_DTYPES for s in stored]
-    same = all(code or s == new for code, s, new in zip(codes, stored, dtypes, strict=True))
-    return {k, v} <= {*Q_DTYPES} and same and (k == v or not any(codes))
+    if any(s != new for code, s, new in zip(codes, stored, dtypes, strict=True) if not code):
+        return False
+    if is_cuda(compiled_target(target)):
+        return k == v and takes_dtypes(target, (k, k, k))
+    return {k, v} <= {*Q_DTYPES} and (k == v or not any(codes))
 
 
 def _features(

@@ -118,21 +118,23 @@ def test_requests_go_to_other_processes() -> None:
         assert request.render() == render(spec)
 
 
-def test_appends_that_quantise() -> None:
+@pytest.mark.parametrize("target", ["cpu:avx2", "sm_80"])
+def test_appends_that_quantise(target: str) -> None:
     ir = fa.RoPE().only("key_mod").bind(Dims(head_dim=32, head_dim_v=16, kv_len=64)).ir
     for stored in (("int8", "float8_e5m2"), ("float8_e4m3fn", "bfloat16")):
-        spec = append_kernel(ir, (32, 16), stored, "cpu:avx2", new_dtype="bfloat16")
+        spec = append_kernel(ir, (32, 16), stored, target, new_dtype="bfloat16")
         same_spec(spec_from_document(spec.document()), spec)
-        (again,) = (s for s in retarget(spec, "cpu:generic") if isinstance(s, KernelSpec))
-        assert (again.q_dtype, again.k_dtype, again.v_dtype) == ("bfloat16", *stored)
-        assert "using New = bfloat16_t" in render(again)
-        assert retarget(spec, "sm_80") == ()
+        for other, new in (("cpu:generic", "New = bfloat16_t"), ("sm_90", "cuda::Bfloat16")):
+            (again,) = (s for s in retarget(spec, other) if isinstance(s, KernelSpec))
+            assert (again.q_dtype, again.k_dtype, again.v_dtype) == ("bfloat16", *stored)
+            assert new in render(again)
+        assert not any(isinstance(s, KernelSpec) for s in retarget(spec, "sm_75"))
         doc = json.loads(spec.document())
         for dtypes in (["int8", *stored], ["float32", "int8", "bfloat16"]):
             with pytest.raises(ManifestError, match="dtypes"):
                 spec_from_document({**doc, "dtypes": dtypes})
-        with pytest.raises(ManifestError, match=r"target|dtypes|tile"):
-            spec_from_document({**doc, "target": "sm_80"})
+        with pytest.raises(ManifestError, match=r"target|dtypes|tile|warps"):
+            spec_from_document({**doc, "target": "sm_80" if target == "cpu:avx2" else "sm_75"})
 
 
 @pytest.mark.parametrize("target", ["cpu:avx2", "sm_80"])

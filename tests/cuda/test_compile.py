@@ -99,6 +99,9 @@ def test_kernels_that_are_no_attention_on_every_target(target: str) -> None:
     utilities += [UtilitySpec("append_paged_kv", target, unit_bytes=n) for n in (1, 16)]
     transform = (fa.QKNorm() & fa.RoPE()).only("key_mod").bind(Dims(head_dim=40, head_dim_v=24))
     utilities.append(append_kernel(transform.ir, (40, 24), (dtype_of(target),) * 2, target))
+    for codes in (("int8", dtype_of(target)), ("bits4x2", "float8_e4m3fn"), ("float8_e5m2",) * 2):
+        append = append_kernel(transform.ir, (40, 24), codes, target, new_dtype=dtype_of(target))
+        utilities.append(append)
     for spec in utilities:
         module = load_stepping([build_request(spec)])[1]
         report = load_report(Path(module.path).with_name("resources.json"))

@@ -91,6 +91,10 @@ def test_appends_with_a_transform_are_a_format() -> None:
         wanted_specs("Causal", **{**HERE, "formats": ["append"]})
     (codes,) = wanted_specs(variant, **{**HERE, "dtypes": "fp32/fp8/int8", "formats": ["append"]})
     assert (codes.q_dtype, codes.k_dtype, codes.v_dtype) == ("float32", "float8_e4m3fn", "int8")
+    on_cuda = {"dtypes": "fp16/fp8/int8", "targets": "sm_75", "formats": ["append"]}
+    specs = wanted_specs(variant, **{**HERE, **on_cuda})
+    (codes,) = (s for s in specs if not isinstance(s, UtilitySpec))
+    assert (codes.q_dtype, codes.k_dtype, codes.v_dtype) == ("float16", "float8_e4m3fn", "int8")
 
 
 def test_targets_dtypes_and_dims_multiply() -> None:

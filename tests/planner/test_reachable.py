@@ -182,6 +182,27 @@ def test_appends_with_a_transform_ask_for_exactly_what_is_listed(asked: Asked, t
         assert len(wanted) == 1 and set(asked.documents) == {wanted[0].document()}
 
 
+@pytest.mark.parametrize("target", ["cpu:generic", "emulated:sm_90"])
+def test_appends_that_quantise_ask_for_exactly_what_is_listed(asked: Asked, target: str) -> None:
+    new = [torch.zeros(2, 1, n, dtype=torch.float16) for n in (32, 16)]
+    pages = [torch.zeros(1, 16, 1, n, dtype=torch.float16) for n in (32, 16)]
+    paged = fa.Paged(
+        torch.tensor([0, 1]), torch.tensor([0], dtype=torch.int32), torch.tensor([2]), 16
+    )
+    stored = fa.kv.Format("int4", zero=True).quantize(pages[0]), pages[1]
+    for transform in (None, fa.RoPE()):
+        asked.requests.clear()
+        fa.append_paged_kv(
+            *new, *stored, torch.tensor([0, 2]), paged, transform=transform, target=target
+        )
+        ir = PLAIN
+        if transform is not None:
+            ir = transform.only("key_mod").bind(Dims(head_dim=32, kv_len=2)).ir
+        dtypes = ("float16", "bits4x2", "float16")
+        (wanted,) = reachable(ir, (32, 16), dtypes, target, ["append"])
+        assert set(asked.documents) == {wanted.document()}
+
+
 # --- the lists themselves -------------------------------------------------------------------------
 
 PLAIN = VariantIR(())

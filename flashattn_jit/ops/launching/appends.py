@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -79,7 +80,7 @@ class BesideCodes(NamedTuple):
     codebook: torch.Tensor | None = None
 
     def layouts(self) -> tuple[_Layout, _Layout, _Layout]:
-        """`Quantizer` of fajit/cpu/vector/quantize.h: sizes, and strides in bytes, of each."""
+        """What quantizers of kernels read: sizes, and strides in bytes, of each tensor."""
         book = 0 if self.codebook is None else 16
         dtype = 1 if self.has_zeros else 0
         return _number_layout(self.scales, 0), _number_layout(self.zeros, dtype), ((book,), (4,))
@@ -88,6 +89,12 @@ class BesideCodes(NamedTuple):
         """Where they are; 0 for what does not exist."""
         own = (self.scales, self.zeros, self.codebook)
         return tuple(0 if t is None else t.data_ptr() for t in own)
+
+    def allocations(self, name: str) -> list[tuple[str, torch.Tensor, bool]]:
+        """Those of `LaunchTensors`, of k or v."""
+        own = (("scales", self.scales, True), ("zeros", self.zeros, True),
+               ("codebook", self.codebook, False))  # fmt: skip
+        return [(f"{name}_{what}", t, writes) for what, t, writes in own if t is not None]
 
 
 class Side(NamedTuple):
@@ -148,8 +155,7 @@ class Changes:
         self._dtypes = KV_NAMES[k_pages.dtype], KV_NAMES[v_pages.dtype]
         self._new_dtype = KV_NAMES[k.dtype] if {*self._dtypes} & {*CODE_DTYPES} else ""
         self._shapes = layouts([as_bytes(t) for t in (k, v, k_pages, v_pages)])
-        if on_cpu(target):
-            self._shapes += tuple(layout for side in codes for layout in side.layouts())
+        self._shapes += tuple(layout for side in codes for layout in side.layouts())
         self._heads, self._num_pages = k.shape[1], k_pages.shape[0]
         lengths = places.lengths
         self.dims = Dims(
@@ -175,11 +181,9 @@ class Changes:
         call, block = found
         scalars = tuple(bound.scalars)
         if block is not None:
-            views = [as_bytes(t) for t in given]
-            names = known.tensor_names
-            launch(
-                block, call, _launch_tensors(self._places, views, held, params, scalars, names), 1.0
-            )
+            views, names = [as_bytes(t) for t in given], known.tensor_names
+            tensors = _launch_tensors(self._places, views, held, params, scalars, names, codes)
+            launch(block, call, tensors, 1.0)
             return
         k, v, k_pages, v_pages = [t.data_ptr() for t in given]
         beside = [address for side in codes for address in side.addresses()]
@@ -236,12 +240,15 @@ def _launch_tensors(
     param_addresses: tuple[int, ...] = (),
     scalars: tuple[int | float, ...] = (),
     names: Sequence[str] = (),
+    codes: Sequence[BesideCodes] = (),
 ) -> LaunchTensors:
     k, v, k_pages, v_pages = views
+    beside = [address for side in codes for address in side.addresses()]
+    own = [side.allocations(name) for name, side in zip(("k", "v"), codes, strict=False)]
     return LaunchTensors(
         k, k_pages, v_pages, k_pages, None, [*params, *views],
-        (*param_addresses, *addresses(views)), scalars, page_indices=places.page_indices,
-        num_params=len(params),
+        (*param_addresses, *addresses(views), *beside), scalars,
+        page_indices=places.page_indices, num_params=len(params),
         allocations=[
             *((name, tensor, False) for name, tensor in zip(names, params, strict=True)),
             ("k", k, False),
@@ -249,6 +256,7 @@ def _launch_tensors(
             ("k_pages", k_pages, True),
             ("v_pages", v_pages, True),
             ("page_indices", places.page_indices, False),
+            *itertools.chain(*own),
         ],
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.spec import default_target
 from flashattn_jit.errors import GradError, InputError
 from tests.batch.batches import indptr
-from tests.harness.rotation import other_target, turn
+from tests.harness.rotation import other_target, some, turn
+from tests.harness.toolkit import needs_nvcc
 from tests.ops.batches.test_append_plans import Ones
 from tests.ops.cases import normal
 from tests.ops.quantised.storage import FORMATS, OF_PAGES, bits, named
@@ -25,7 +27,10 @@ PAGED = fa.Paged(indptr([2, 2]), torch.tensor([7, 1, 3, 5]).int(), torch.tensor(
 # Pages and slots of the new tokens: both requests cross the end of a page.
 PLACES = [(7, 2), (7, 3), (1, 0), (1, 1), (1, 2), (3, 2), (3, 3), (5, 0), (5, 1), (5, 2), (5, 3)]
 OWN = [f for f in FORMATS if f.scale == "token_head"]
+BOOKS = [f for f in OWN if f.values.book]
 GIVEN = [f for f in FORMATS if f.scale != "token_head"]
+EMULATED = [f"emulated:{name}" for name in ("sm_75", "sm_80", "sm_90", "sm_120")]
+HALF = torch.float16
 
 
 def rows(dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -38,6 +43,8 @@ def rows(dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.T
     x[6, 1, 3] = float("nan")
     x[7, 2, 1] = -float("inf")
     x[8] *= 1e4
+    x[9, 0, ::3] = -0.0
+    x[10, 1] *= 1e-6  # subnormal in fp16
     return x.to(dtype)
 
 
@@ -77,6 +84,88 @@ def test_rows_become_the_codes_of_the_quantiser(dim, dim_v, kv_format, target, m
             check(cache, kv_format.quantize(x))
 
 
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("target", "kv_format"),
+    some(list(itertools.product(EMULATED, OWN)), 4) + [(EMULATED[0], f) for f in turn(7, BOOKS)],
+    ids=lambda x: x if isinstance(x, str) else named(x),
+)
+def test_rows_become_the_codes_of_the_quantiser_on_cuda(target, kv_format) -> None:
+    for dtype in (HALF,) if "75" in target else (HALF, torch.bfloat16):
+        k, v = rows(64, dtype), rows(40, dtype, 1)
+        caches = empty(kv_format, 64), empty(kv_format, 40)
+        fa.append_paged_kv(k, v, *caches, Q_INDPTR, PAGED, target=target)
+        for cache, x in zip(caches, (k, v), strict=True):
+            check(cache, kv_format.quantize(x))
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("dim", "group"), some([(256, 4), (6, 3), (10, 1), (96, 32)], 2))
+def test_groups_of_any_size_on_cuda(dim: int, group: int) -> None:
+    """More groups than lanes; rows of few bytes at odd strides; keys and values of two formats."""
+    k_format = Format("int4", group=group, zero=True, scale_dtype=torch.bfloat16)
+    v_format = Format("e2m1", group=group, scale_dtype=HALF)
+    k, v = rows(dim, HALF), rows(dim, HALF, 1)
+    caches = empty(k_format, dim), empty(v_format, dim)
+    fa.append_paged_kv(k, v, *caches, Q_INDPTR, PAGED, target="emulated:sm_75")
+    for cache, x, own in zip(caches, (k, v), (k_format, v_format), strict=True):
+        check(cache, own.quantize(x))
+
+
+@pytest.mark.parametrize("target", [None, pytest.param("emulated:sm_80", marks=needs_nvcc)])
+def test_equal_values_and_any_order_of_a_codebook(target: str | None) -> None:
+    book = (3.0, -1.0, 0.0, 3.0, 0.5, -0.0, 0.25, -2.5, 1.0, 1.5, 2.0, 0.75, -1.0, 4.0, 1e-3, -4.0)
+    own = Format(book, scale_dtype=torch.bfloat16)
+    k = rows(64, HALF)
+    k[0, 0] = torch.linspace(-4, 4, 64)
+    k[0, 1, :16] = 4.0 * torch.tensor(book)
+    caches = empty(own, 64), empty(own, 64)
+    fa.append_paged_kv(k, -k, *caches, Q_INDPTR, PAGED, target=target)
+    for cache, x in zip(caches, (k, -k), strict=True):
+        check(cache, own.quantize(x))
+
+
+@needs_nvcc
+def test_a_transform_and_positions_on_cuda() -> None:
+    """Rows that are not changed are bit-equal; the others differ by the rounding of the hooks."""
+    int8 = Format("int8", group=16, zero=True)
+    k, v = (normal(i, 11, HEADS, 64).half() for i in range(2))
+    positions = torch.tensor([5, 0, 1, 2, 3, 7, 6, 1, 0, 4, 2])
+    append, plain = (
+        fa.plan_append(Q_INDPTR, PAGED, positions=positions, transform=fa.RoPE(), target=target)
+        for target in ("emulated:sm_80", None)
+    )
+    wanted = [torch.full((PAGES, SIZE, HEADS, 64), float("nan")) for _ in range(2)]
+    plain.run(k.float(), v.float(), *wanted)
+    caches = empty(int8, 64), empty(int8, 64)
+    append.run(k, v, *caches)
+    written = ~wanted[0].isnan().any(-1).any(-1)
+    assert written.sum() == 11
+    assert (bits(caches[0].codes)[~written] == 77).all()
+    for cache, x in zip(caches, wanted, strict=True):
+        other = int8.quantize(x)
+        codes = (cache.codes.int() - other.codes.int()).abs()[written]
+        assert codes.max() <= (cache is caches[0]) and codes.float().mean() < 0.01
+        torch.testing.assert_close(cache.scales[written], other.scales[written])
+    assert torch.equal(caches[1].scales[written], int8.quantize(wanted[1]).scales[written])
+
+
+@needs_nvcc
+def test_invalid_pages_are_skipped_on_cuda(monkeypatch) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
+    int4 = Format("int4", group=8)
+    k, v = rows(64, HALF), rows(64, HALF, 1)
+    caches = empty(int4, 64), empty(int4, 64)
+    paged = replace(PAGED, page_indices=torch.tensor([7, -1, PAGES, 5]).int())
+    fa.append_paged_kv(k, v, *caches, Q_INDPTR, paged, target="emulated:sm_90")
+    wanted = int4.quantize(k)
+    there = [i for i, (page, _) in enumerate(PLACES) if page in (7, 5)]
+    for i in there:
+        assert torch.equal(bits(caches[0].codes)[PLACES[i]], bits(wanted.codes)[i])
+    assert (bits(caches[0].codes) != 77).any(-1).any(-1).sum() <= len(there)
+    assert (caches[0].scales != 0.5).any(-1).any(-1).sum() <= len(there)
+
+
 def test_layers_inside_of_pages_and_strided_rows() -> None:
     int8 = Format("int8", scale_dtype=torch.float16)
     whole = torch.full((PAGES, 3, 2, SIZE, HEADS, 64), 77, dtype=torch.int8)
@@ -103,10 +192,17 @@ def test_a_transform_changes_rows_before_they_are_quantised() -> None:
         check(cache, int8.quantize(torch.stack([x[place] for place in PLACES])))
 
 
-@pytest.mark.parametrize("kv_format", [*GIVEN, *OF_PAGES], ids=named)
-def test_rows_at_given_scales_become_the_codes_of_the_quantiser(kv_format: fa.kv.Format) -> None:
+@pytest.mark.parametrize(
+    ("kv_format", "target"),
+    [(f, None) for f in (*GIVEN, *OF_PAGES)] + [
+        pytest.param(f, "emulated:sm_80", marks=needs_nvcc) for f in some([*GIVEN, *OF_PAGES], 2)
+    ],
+    ids=lambda x: named(x) if isinstance(x, Format) else str(x),
+)  # fmt: skip
+def test_rows_at_given_scales_become_the_codes_of_the_quantiser(kv_format, target) -> None:
     """Filling whole pages at the scales that the quantiser chose for them."""
-    k, v = (normal(i, PAGES, SIZE, HEADS, 64) for i in range(2))
+    dtype = HALF if target else torch.float32
+    k, v = (normal(i, PAGES, SIZE, HEADS, 64).to(dtype) for i in range(2))
     wanted = [kv_format.quantize(x) for x in (k, v)]
     caches = [
         replace(x, codes=torch.zeros_like(bits(x.codes)).view(kv_format.dtype)) for x in wanted
@@ -114,7 +210,7 @@ def test_rows_at_given_scales_become_the_codes_of_the_quantiser(kv_format: fa.kv
     order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1))
     paged = fa.Paged(indptr([PAGES]), order.int(), torch.tensor([SIZE]), SIZE)
     rows = [x[order].flatten(0, 1) for x in (k, v)]
-    fa.append_paged_kv(*rows, *caches, indptr([PAGES * SIZE]), paged)
+    fa.append_paged_kv(*rows, *caches, indptr([PAGES * SIZE]), paged, target=target)
     for cache, other in zip(caches, wanted, strict=True):
         got, expected = cache.dequantize(), other.dequantize()
         # Divided as rows are in hooks: a tie may fall to either side, and values that differ do so
@@ -144,11 +240,12 @@ def test_scales_that_are_given_stay_and_codes_end_at_the_largest(scale: str) -> 
     assert caches[1].codes.float().abs().max() == 448
 
 
-def test_keys_alone_become_codes() -> None:
+@pytest.mark.parametrize("target", [None, pytest.param("emulated:sm_80", marks=needs_nvcc)])
+def test_keys_alone_become_codes(target: str | None) -> None:
     int8 = Format("int8")
     k, v = rows(64, torch.bfloat16), rows(64, torch.bfloat16, 1)
     cache, plain = empty(int8, 64), torch.zeros(PAGES, SIZE, HEADS, 64, dtype=torch.bfloat16)
-    fa.append_paged_kv(k, v, cache, plain, Q_INDPTR, PAGED)
+    fa.append_paged_kv(k, v, cache, plain, Q_INDPTR, PAGED, target=target)
     check(cache, int8.quantize(k))
     for i, place in enumerate(PLACES):
         torch.testing.assert_close(plain[place], v[i], rtol=0, atol=0, equal_nan=True)
@@ -257,9 +354,9 @@ def wrong_appends() -> dict[str, tuple[Any, type[Exception], str]]:
         "negated": (append(k, v, one, negated), InputError, "are not part of the op"),
         "expanded": (append(k, v, one, wide), InputError, "scales of v_pages are an expanded"),
         "same": (append(k, v, one, taken), InputError, "start at the same entry"),
-        "emulated": (
-            append(k.half(), v.half(), one, other, target="emulated:sm_80"), InputError,
-            "become codes, on CPUs only",
+        "fp32 on CUDA": (
+            append(k, v, one, other, target="emulated:sm_80"), InputError,
+            "on CUDA one that attention takes there",
         ),
         "params": (append(k, v, one, given, v_scale=torch.ones(3)), InputError, "v_scale is given"),
         "size": (

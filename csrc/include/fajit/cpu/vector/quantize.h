@@ -146,7 +146,7 @@ class Quantizer {
                               int64_t head) const {
     alignas(64) uint8_t out[round_up(N, kLanes) + kLanes];
     if (!scales_.are_stored()) {
-      encode(row, N, out, 1.0f, 0.0f);
+      encode(row, N, out, 1.0f, kNoZero);
     } else {
       char* const scale_row = scales_.at(page, slot, head);
       char* const zero_row = zeros_.exist() ? zeros_.at(page, slot, head) : nullptr;
@@ -162,6 +162,8 @@ class Quantizer {
   }
 
  private:
+  static constexpr float kNoZero = -0.0f;  // x + -0 is x, for x = -0 too
+
   FAJIT_INLINE void store_group(const float* x, int count, uint8_t* out, char* scale_row,
                                 char* zero_row, int g) const {
     if (zero_row == nullptr) {
@@ -178,7 +180,7 @@ class Quantizer {
       constexpr bool integers = same<T, int8_t> || same<T, int4x2_t>;
       if (integers && !book_.is_used() && scale > 0x1p-126f && scale < 0x1p126f)
         return round_to_integers(x, count, out, scale);
-      return encode(x, count, out, scale, 0.0f);
+      return encode(x, count, out, scale, kNoZero);
     }
     vf top = splat(-kInf), bottom = splat(kInf), finite{};  // finite: NaN where a value is not
     for (int i = 0; i < count; i += kLanes) {
