@@ -117,14 +117,16 @@ def query_stages(spec: KernelSpec) -> int:
 
 
 def _wgmma_bytes(spec: KernelSpec, query_stages: int) -> int:
-    """Q, rings of K and V, barriers, records, items, the walk."""
+    """Q, rings of K and V, barriers, records of tiles and runs, items, the walk."""
     consumers = spec.tile_q // 16
     ring = _panels_bytes(spec.tile_kv, spec.head_dim) + _panels_bytes(spec.tile_kv, spec.head_dim_v)
     queries = query_stages * _panels_bytes(spec.tile_q, spec.head_dim)
     tiles = queries + spec.num_stages * ring
-    barriers = _up(8 * (4 * spec.num_stages + query_stages * spec.tile_q // 32 + 1), 16)
+    runs = 4 if _walk_bytes(spec) > 32 else 0
+    count = 4 * spec.num_stages + query_stages * spec.tile_q // 32 + 1 + 2 * runs
+    barriers = _up(8 * count, 16)
     warps = 32 * spec.num_warps + _walk_bytes(spec) + consumers * row_temps(spec.variant) * 4
-    return tiles + barriers + 16 * spec.num_stages + warps
+    return tiles + barriers + 16 * (spec.num_stages + runs) + warps
 
 
 def _walk_bytes(spec: KernelSpec) -> int:

@@ -60,10 +60,9 @@ FAJIT_FN bool is_line(const Interval& k, const Interval& q, int64_t key_factor,
 // Tiles of kKeys keys of an item that start at begin, begin + kStep, ... and end at `end`.
 template <class Config, class Hooks, int kKeys, int kStep>
 class KvWalk {
+ public:
   // Key lists are classified key by key, so a chunk of theirs costs as much as its tiles.
   static constexpr bool kChunks = (Hooks::kMask || Config::kBlockMask) && !Config::kSparse;
-
- public:
   // Of a warp: the state, the run that was found, the chunks.
   static constexpr int kSharedBytes = kChunks ? 48 : 32;
 
