@@ -119,14 +119,22 @@ def query_stages(spec: KernelSpec) -> int:
 
 
 def _wgmma_bytes(spec: KernelSpec, query_stages: int) -> int:
-    """Q, rings of K and V, barriers, records, items, the walk."""
+    """Q, rings of K and V, barriers, records of tiles and runs, items, the walk."""
     consumers = spec.tile_q // 16
     ring = _panels_bytes(spec.tile_kv, spec.head_dim) + _panels_bytes(spec.tile_kv, spec.head_dim_v)
     queries = query_stages * _panels_bytes(spec.tile_q, spec.head_dim)
     tiles = queries + spec.num_stages * ring
-    barriers = _up(8 * (4 * spec.num_stages + query_stages * spec.tile_q // 32 + 1), 16)
-    warps = 32 * spec.num_warps + 32 + consumers * row_temps(spec.variant) * 4
-    return tiles + barriers + 16 * spec.num_stages + warps
+    runs = 4 if _walk_bytes(spec) > 32 else 0
+    count = 4 * spec.num_stages + query_stages * spec.tile_q // 32 + 1 + 2 * runs
+    barriers = _up(8 * count, 16)
+    warps = 32 * spec.num_warps + _walk_bytes(spec) + consumers * row_temps(spec.variant) * 4
+    return tiles + barriers + 16 * (spec.num_stages + runs) + warps
+
+
+def _walk_bytes(spec: KernelSpec) -> int:
+    """The state of a warp's walk over the keys (`common/kv_walk.h`)."""
+    masked = spec.variant.has("mask_mod") or "block_mask" in spec.features
+    return 48 if masked and "sparse" not in spec.features else 32
 
 
 def warpgroup_registers(spec: KernelSpec) -> tuple[int, int]:
@@ -179,10 +187,11 @@ def _ring_bytes(spec: KernelSpec) -> int:
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of the attention kernel, as its headers lay it out.
 
-    Q's tile and `num_stages` buffers of K and V; then 48 bytes per warp for its loop over the keys
-    (64 if page tables or key lists are looked up), with key lists the logical positions of the
-    buffers' keys, the scratch of row hooks, and 40 bytes for the work item. The fp32 output rows
-    are staged in the space of the buffers, which is enlarged if they need more.
+    Q's tile and `num_stages` buffers of K and V; then for each warp its walk over the keys and 16
+    bytes for their addresses (32 if page tables or key lists are looked up), with key lists the
+    logical positions of the buffers' keys, the scratch of row hooks, and 40 bytes for the work
+    item. The fp32 output rows are staged in the space of the buffers, which is enlarged if they
+    need more.
     """
     if spec.tile_kind == "prefill_wgmma":
         return _wgmma_shared_bytes(spec)
@@ -194,7 +203,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     else:
         used = max(queries + ring, spec.num_warps * 8 * out_row)
     looked_up = "paged" in spec.features or "sparse" in spec.features
-    walk = 64 if looked_up else 48
+    walk = _walk_bytes(spec) + (32 if looked_up else 16)
     listed = 0
     if "sparse" in spec.features:
         turns = spec.num_stages if spec.tile_kind == "few_row" else 2

@@ -53,34 +53,37 @@ constexpr bool kVectorised = false;
 constexpr bool kVectorised = true;
 #endif
 
+// Adds n elements: from the first array minima, from the second maxima. They are the same array, or
+// the lo and the hi table, whose loads then overlap.
 template <class E, class T>
-FAJIT_SHARED void scan(Hull<T>& hull, const typename E::Storage* p, int64_t stride, int64_t n) {
+FAJIT_SHARED void scan(Hull<T>& hull, const typename E::Storage* least,
+                       const typename E::Storage* most, int64_t stride, int64_t n) {
   if (n <= 0) return;
   if constexpr (is_real<T>) {
     FAJIT_ROLLED
     for (int64_t i = 0; i < n; ++i) {
-      const T x = E::value(p[i * stride]);
-      if (x != x) {
+      const T lo = E::value(least[i * stride]), hi = E::value(most[i * stride]);
+      if (lo != lo || hi != hi) {
         hull.nan = true;
       } else {
-        hull.lo = !hull.some || x < hull.lo ? x : hull.lo;
-        hull.hi = !hull.some || x > hull.hi ? x : hull.hi;
+        hull.lo = !hull.some || lo < hull.lo ? lo : hull.lo;
+        hull.hi = !hull.some || hi > hull.hi ? hi : hull.hi;
         hull.some = true;
       }
     }
   } else {
-    T lo = p[0], hi = p[0];
+    T lo = least[0], hi = most[0];
     if (kVectorised && stride == 1) {  // a separate loop, which the compiler vectorises
-      for (int64_t i = 0; i < n; ++i) {
-        lo = p[i] < lo ? p[i] : lo;
-        hi = p[i] > hi ? p[i] : hi;
+      for (int64_t i = 1; i < n; ++i) {
+        lo = least[i] < lo ? least[i] : lo;
+        hi = most[i] > hi ? most[i] : hi;
       }
     } else {
       FAJIT_ROLLED
-      for (int64_t i = 0; i < n; ++i) {
-        const T x = p[i * stride];
+      for (int64_t i = 1; i < n; ++i) {
+        const T x = least[i * stride], y = most[i * stride];
         lo = x < lo ? x : lo;
-        hi = x > hi ? x : hi;
+        hi = y > hi ? y : hi;
       }
     }
     hull.lo = !hull.some || lo < hull.lo ? lo : hull.lo;
@@ -163,7 +166,7 @@ FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor&
     return true;
   }
   if constexpr (Rank == 0) {
-    scan<E>(hull, data, 1, 1);
+    scan<E>(hull, data, data, 1, 1);
     return true;
   } else {
     const int64_t lo = at[Scan].lo, hi = at[Scan].hi, stride = t.strides[Scan];
@@ -177,15 +180,13 @@ FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor&
           for (int end = 0; end < (by_table ? 2 : 1); ++end) {
             const int64_t begin = end == 0 ? lo : last * kBlock;
             const int64_t behind = end == 0 && by_table ? first * kBlock : hi + 1;
-            scan<E>(hull, row + begin * stride, stride, behind - begin);
+            const S* from = row + begin * stride;
+            scan<E>(hull, from, from, stride, behind - begin);
           }
           if (!by_table) return;
           const int64_t step = tables.lo->strides[Scan], begin = table_offset + first * step;
-          FAJIT_ROLLED
-          for (int side = 0; side < 2; ++side) {
-            const void* const table = side == 0 ? tables.lo[0].ptr : tables.lo[1].ptr;
-            scan<Plain<V>>(hull, static_cast<const V*>(table) + begin, step, last - first);
-          }
+          scan<Plain<V>>(hull, static_cast<const V*>(tables.lo[0].ptr) + begin,
+                         static_cast<const V*>(tables.lo[1].ptr) + begin, step, last - first);
         });
   }
 }

@@ -6,6 +6,14 @@
 // memory, because the loop over the keys has no registers to spare. A loop takes single tiles
 // (`next`) or runs of adjacent ones with the same state (`take_run`), of which the next is found
 // before the one in use ends.
+//
+// Under a mask, items of more than 64 tiles are classified by chunks first: 2 to 32 adjacent tiles,
+// as many as let 32 chunks cover the item. The tiles of a chunk proven empty or full are not
+// classified, so an item costs an evaluation for its chunks and one for each 32 tiles from a
+// partial chunk on, however many of its tiles are empty.
+//
+//     chunks  | empty | full  | full  | empty | empty |partial| empty | ...    an evaluation
+//     tiles           |ffff ffff ffff ffff|           |pfff p   ---- ...       another
 #pragma once
 #include <fajit/cuda/common/block_states.h>
 #include <fajit/cuda/common/key_rows.h>
@@ -53,13 +61,24 @@ FAJIT_FN bool is_line(const Interval& k, const Interval& q, int64_t key_factor,
 template <class Config, class Hooks, int kKeys, int kStep>
 class KvWalk {
  public:
-  static constexpr int kSharedBytes = 32;  // a warp: the state, and the run that was found
+  // Key lists are classified key by key, so a chunk of theirs costs as much as its tiles.
+  static constexpr bool kChunks = (Hooks::kMask || Config::kBlockMask) && !Config::kSparse;
+  // Of a warp: the state, the run that was found, the chunks.
+  static constexpr int kSharedBytes = kChunks ? 48 : 32;
 
   FAJIT_DEV KvWalk(const Context& c, const KeyDivisors& divisors, const fajit_work& item,
                    int32_t begin, int32_t end, unsigned char* shared)
       : c_(c), divisors_(divisors), item_(item), shared_(ptx::shared_address(shared)) {
-    // The group before the first: next_group() classifies the first one too, as the code is large.
-    store({begin - 32 * kStep, max(begin, end), 0, 0});
+    if constexpr (kChunks) {
+      // No tile or chunk is left of those before the first, so next_group() classifies the first.
+      const int shift = chunk_shift(begin, end);
+      store_chunks({begin - (32 * kStep << shift), shift, 0, 0});
+      store({begin, max(begin, end), 0, 0});
+    } else {
+      // The group before the first: next_group() classifies the first one too, as the code is
+      // large.
+      store({begin - 32 * kStep, max(begin, end), 0, 0});
+    }
   }
 
   // Finds the first run.
@@ -97,9 +116,33 @@ class KvWalk {
     int32_t group, end;
     uint32_t visit, full;
   };
+  // Bits for 32 chunks of 2^shift tiles, the first at `begin`: those left to visit, those that are
+  // full. With a shift of 0 tiles are classified at once.
+  struct Chunks {
+    int32_t begin, shift;
+    uint32_t visit, full;
+  };
+  static FAJIT_DEV int chunk_shift(int32_t begin, int32_t end) {
+    constexpr int kWhole = 2, kMost = 5;  // two evaluations are not worth a third; 32 tiles
+    const uint32_t keys =
+        begin < end ? static_cast<uint32_t>(end) - static_cast<uint32_t>(begin) : 0;
+    int shift = 0;
+    if (keys > kWhole * 32 * kStep) {
+      while (shift < kMost && keys > 32u * kStep << shift) ++shift;
+    }
+    return shift;
+  }
+
   // The state with a tile to visit; false if there is none.
   FAJIT_DEV bool next_group(State& s) const {
     s = load();
+    if constexpr (kChunks) {
+      return next_of_chunks(s);
+    } else {
+      return next_of_tiles(s);
+    }
+  }
+  FAJIT_DEV bool next_of_tiles(State& s) const {
     while (s.visit == 0) {
       // Unsigned: the distance from a group before position 0 may exceed int32.
       if (static_cast<uint32_t>(s.end) - static_cast<uint32_t>(s.group) <= 32 * kStep) {
@@ -107,11 +150,46 @@ class KvWalk {
         return false;
       }
       s.group += 32 * kStep;
-      classify_group(s);
+      classify_group(s, 0);
     }
     return true;
   }
+  FAJIT_DEV bool next_of_chunks(State& s) const {
+    if (s.visit != 0) return true;
+    Chunks chunks = load_chunks();
+    while (s.visit == 0) {
+      const bool finer = chunks.visit != 0;
+      State found{0, s.end, 0, 0};
+      if (!finer) {
+        const int32_t keys = 32 * kStep << chunks.shift;
+        // Unsigned: the distance from chunks before position 0 may exceed int32.
+        if (static_cast<uint32_t>(s.end) - static_cast<uint32_t>(chunks.begin) <= keys) break;
+        chunks.begin += keys;
+        found.group = chunks.begin;
+      } else {
+        // The first chunk, and as many after it as have 32 tiles together; if it is full, those
+        // that are.
+        const int i = first_bit(chunks.visit), most = 32 >> chunks.shift;
+        const int full = first_bit(~(chunks.full >> i) | 1u << most);  // of them, one by one
+        const int count = full > 0 ? full : most;
+        chunks.visit &= ~(low_bits(count) << i);
+        found.group = chunks.begin + (i * kStep << chunks.shift);
+        if (full > 0) found.visit = found.full = low_bits(count << chunks.shift);
+      }
+      if (found.visit == 0) classify_group(found, finer ? 0 : chunks.shift);
+      if (finer || chunks.shift == 0) {
+        s = found;
+      } else {
+        chunks.visit = found.visit;
+        chunks.full = found.full;
+      }
+    }
+    store_chunks(chunks);
+    store(s);  // so that the next call need not classify the last groups again
+    return s.visit != 0;
+  }
   static FAJIT_DEV int first_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
+  static FAJIT_DEV uint32_t low_bits(int count) { return count == 32 ? ~0u : (1u << count) - 1; }
 
   FAJIT_DEV void find_run(uint32_t taken_end) const {
     const KvRun run = next_run();
@@ -127,7 +205,7 @@ class KvWalk {
     const bool full = (s.full >> first & 1) != 0;
     const uint32_t same = (s.visit & (full ? s.full : ~s.full)) >> first;
     const int count = ~same == 0 ? 32 : first_bit(~same);
-    s.visit &= ~((count == 32 ? ~0u : (1u << count) - 1) << first);
+    s.visit &= ~(low_bits(count) << first);
     store(s);
     const int32_t begin = s.group + first * kStep;
     return {begin, cut(begin, count * kStep, s.end), full};
@@ -146,16 +224,30 @@ class KvWalk {
     __syncwarp();
   }
 
-  FAJIT_DEV void classify_group(State& s) const {
+  FAJIT_DEV Chunks load_chunks() const {
+    uint32_t words[4];
+    ptx::load_words(words, shared_ + 32);
+    __syncwarp();  // before any lane stores
+    return {static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]), words[2], words[3]};
+  }
+  FAJIT_DEV void store_chunks(const Chunks& c) const {  // before a call of store()
+    if (ptx::lane_index() == 0)
+      ptx::store_words(shared_ + 32, static_cast<uint32_t>(c.begin), static_cast<uint32_t>(c.shift),
+                       c.visit, c.full);
+  }
+
+  // The bits of 32 boxes from s.group on, each of 2^shift tiles.
+  FAJIT_DEV void classify_group(State& s, int shift) const {
     const RowSpan rows =
         row_span<Config::kMixedRows>(*c_.args, item_, item_.row_begin, item_.row_end);
     int state = FAJIT_TILE_EMPTY;
     bool line = true;
     // Positions fit int32, but not every lane's tile exists.
-    const int64_t first = int64_t{s.group} + int64_t{ptx::lane_index()} * kStep;
+    const int64_t first = int64_t{s.group} + int64_t{ptx::lane_index()} * (kStep << shift);
+    const int32_t keys = kKeys + (kStep << shift) - kStep;
     if (first < s.end) {
       const int32_t k0 = static_cast<int32_t>(first);
-      const int32_t k1 = cut(k0, kKeys, s.end);
+      const int32_t k1 = cut(k0, keys, s.end);
       if constexpr (Config::kSparse) {
         state = classify_listed(rows, k0, k1);
       } else {
@@ -167,7 +259,7 @@ class KvWalk {
     s.visit = __ballot_sync(ptx::kAllLanes, state != FAJIT_TILE_EMPTY);
     // A tile that the end cuts off needs a bounds check.
     s.full =
-        __ballot_sync(ptx::kAllLanes, state == FAJIT_TILE_FULL && line && s.end - first >= kKeys);
+        __ballot_sync(ptx::kAllLanes, state == FAJIT_TILE_FULL && line && s.end - first >= keys);
   }
 
   // Positions [p0, p1) of the key lists, by the hull of their keys.

@@ -316,6 +316,8 @@ class WgmmaPrefill {
       Producer<Config, Hooks>(params, ring).send_tiles();
     } else if (role <= Parts::kGroups) {
       Producer<Config, Hooks>(params, ring).send_queries(role - 1);
+    } else if (role == Parts::kGroups + 1) {
+      if constexpr (Parts::kRuns > 0) Producer<Config, Hooks>(params, ring).find_runs();
     }
   }
 };

@@ -1,5 +1,6 @@
-// The producer of a block: one warp finds the tiles of an item and starts the copies of their keys
-// and values by TMA, and for each group of consumers another warp loads its queries.
+// The producer of a block: one warp starts the copies of the keys and values of an item's tiles by
+// TMA, and for each group of consumers another warp loads its queries. Tiles are found by the warp
+// that sends them, or under a mask by one of their own, which is ahead of it.
 //
 // A tile is copied as boxes of 64 columns and as many rows as a page and a tile have in common,
 // without pages a whole tile; each lane starts its own boxes. Boxes end at the tile's border, so
@@ -15,6 +16,41 @@
 #include <fajit/cuda/wgmma/ring.h>
 
 namespace fajit::cuda {
+
+// The runs of an item as another warp finds them, with the functions of its walk.
+template <class Ring>
+class FoundRuns {
+ public:
+  // num_runs: of the block, before this item; counts on.
+  FAJIT_DEV FoundRuns(const Ring& ring, uint32_t& num_runs) : ring_(ring), num_runs_(num_runs) {}
+
+  FAJIT_DEV void start_runs() {
+    run_ = next();
+    last_ = run_.absent;
+  }
+  FAJIT_DEV int32_t found_begin() const { return last_ ? -1 : 0; }  // not where it begins
+  FAJIT_DEV KvRun take_run() {
+    if (last_) return {-1, -1, false};
+    if (taken_) run_ = next();
+    taken_ = true;
+    last_ = run_.last;
+    return {run_.tile.begin, run_.tile.end, run_.tile.full};
+  }
+
+ private:
+  FAJIT_DEV TileRecord next() {
+    ptx::wait(ring_.full_run(num_runs_), Ring::run_phase(num_runs_));
+    const TileRecord run = ring_.template read_record<true>(num_runs_);
+    if (ptx::lane_index() == 0) ptx::arrive(ring_.empty_run(num_runs_));
+    ++num_runs_;
+    return run;
+  }
+
+  const Ring& ring_;
+  uint32_t& num_runs_;
+  TileRecord run_{};
+  bool taken_ = false, last_ = false;
+};
 
 template <class Config, class Hooks>
 class Producer {
@@ -32,9 +68,12 @@ class Producer {
   // The keys and values of all items, by one warp: the values of a tile after the keys of the next.
   FAJIT_DEV void send_tiles() {
     const Context c = params_.context();
+    uint32_t num_runs = 0;
     for_each_item(a_, ring_, [&](const fajit_work& item) {
-      const Walk walk(c, params_.divisors, item, item.kv_begin, end_of_positions<Config>(a_, item),
-                      ring_.shared + Parts::kWalkBegin);
+      auto walk = [&] {
+        if constexpr (Parts::kRuns > 0) return FoundRuns<Parts>(ring_, num_runs);
+        else return walk_of(c, item);
+      }();
       place_ = place_of(item);
       walk.start_runs();
       if (walk.found_begin() < 0) {
@@ -62,6 +101,29 @@ class Producer {
     });
   }
 
+  // Finds the tiles of all items, by one warp.
+  FAJIT_DEV void find_runs() const {
+    const Context c = params_.context();
+    uint32_t n = 0;
+    for_each_item(a_, ring_, [&](const fajit_work& item) {
+      const Walk walk = walk_of(c, item);
+      walk.start_runs();
+      bool last = false;
+#pragma unroll 1
+      for (; !last; ++n) {
+        const KvRun run = walk.take_run();
+        last = walk.found_begin() < 0;
+        ptx::wait(ring_.empty_run(n), Parts::run_phase(n) ^ 1);
+        if (ptx::lane_index() == 0) {
+          ring_.template write_record<true>(n,
+                                            {{run.begin, run.end, run.full}, last, !run.valid()});
+          ptx::arrive(ring_.full_run(n));
+        }
+        __syncwarp();
+      }
+    });
+  }
+
   // The queries of a group of consumers for all items, by one warp.
   FAJIT_DEV void send_queries(int group) const {
     uint32_t n = 0;
@@ -86,6 +148,15 @@ class Producer {
   }
 
  private:
+  FAJIT_DEV Walk walk_of(const Context& c, const fajit_work& item) const {
+    return {c,
+            params_.divisors,
+            item,
+            item.kv_begin,
+            end_of_positions<Config>(a_, item),
+            ring_.shared + Parts::kWalkBegin};
+  }
+
   // Where the keys of an item are: coordinates of the tensor maps (column, row, head, request or
   // page). A coordinate along a dim that is broadcast is 0.
   struct Place {

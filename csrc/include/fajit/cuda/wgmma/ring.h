@@ -8,6 +8,12 @@
 //             full: 1 arrival, by the producer, and the bytes of the boxes
 //             empty: an arrival by each warp of the consumers
 //
+// Under a mask, a warp of the producer finds the runs of tiles for the one that sends them, up to
+// kRuns ahead, also those of later items: an evaluation of the mask's interval form takes longer
+// than the tiles in the ring.
+//
+//             full, empty: 1 arrival, by the warp that finds, and by the one that sends
+//
 // Q of the block's n-th item is in stage n % kQueryStages. With two stages, the queries of an item
 // are loaded while the one before is computed, and its results leave through its own stage.
 #pragma once
@@ -21,7 +27,7 @@
 
 namespace fajit::cuda {
 
-// A tile as the producer describes it.
+// A tile as the producer describes it, or a run of them.
 struct TileRecord {
   KvTile tile;
   bool last;    // of the item
@@ -37,17 +43,19 @@ struct Ring {
   using KLayout = PanelLayout<Config::kDim, Config::kTileKv>;
   using VLayout = PanelLayout<Config::kDimV, Config::kTileKv>;
   using Walk = KvWalk<Config, Hooks, Config::kTileKv, Config::kTileKv>;
+  static constexpr int kRuns = Walk::kChunks ? 4 : 0;  // found ahead; 0: found where they are sent
 
-  // Shared memory: Q stages, K stages, V stages; then barriers, records, the work item of each
-  // warp, the producer's walk, scratch of row hooks.
+  // Shared memory: Q stages, K stages, V stages; then barriers, records of tiles and of runs, the
+  // work item of each warp, the producer's walk, scratch of row hooks.
   static constexpr int kKBegin = kQueryStages * QLayout::kBytes;
   static constexpr int kVBegin = kKBegin + kStages * KLayout::kBytes;
   static constexpr int kBarriersBegin = kVBegin + kStages * VLayout::kBytes;
   static constexpr int kQueryBarriers = kGroups * kQueryStages;  // full, and as many empty
-  static constexpr int kBarriers = 4 * kStages + 2 * kQueryBarriers + 1;
+  static constexpr int kLanded = 4 * kStages + 2 * kQueryBarriers;
+  static constexpr int kBarriers = kLanded + 1 + 2 * kRuns;
   static constexpr int kRecordsBegin =
       round_up(kBarriersBegin + kBarriers * ptx::kBarrierBytes, 16);
-  static constexpr int kItemsBegin = kRecordsBegin + kStages * 16;
+  static constexpr int kItemsBegin = kRecordsBegin + (kStages + kRuns) * 16;
   static constexpr int kWalkBegin = kItemsBegin + Config::kWarps * int{sizeof(fajit_work)};
   static constexpr int kTempsBegin = kWalkBegin + Walk::kSharedBytes;
   static constexpr int kBytes = kTempsBegin + kConsumerWarps * Hooks::kRowTemps * 4;
@@ -79,15 +87,20 @@ struct Ring {
     return barrier(4 * kStages + kQueryBarriers + n % kQueryStages * kGroups + group);
   }
   static FAJIT_DEV uint32_t query_phase(uint32_t n) { return n / kQueryStages & 1; }
-  FAJIT_DEV uint32_t landed() const { return barrier(kBarriers - 1); }  // see Producer
+  FAJIT_DEV uint32_t landed() const { return barrier(kLanded); }  // see Producer
   static FAJIT_DEV uint32_t phase(uint32_t turn) { return turn / kStages & 1; }
+  FAJIT_DEV uint32_t full_run(uint32_t n) const { return barrier(kLanded + 1 + n % kRuns); }
+  FAJIT_DEV uint32_t empty_run(uint32_t n) const {
+    return barrier(kLanded + 1 + kRuns + n % kRuns);
+  }
+  static FAJIT_DEV uint32_t run_phase(uint32_t n) { return n / kRuns & 1; }
 
   // By one thread, before any role starts.
   FAJIT_DEV void make_barriers() const {
 #pragma unroll
     for (int i = 0; i < kBarriers; ++i) {
       const bool empties = i >= 2 * kStages && i < 4 * kStages;
-      const bool of_queries = i >= 4 * kStages && i < kBarriers - 1;
+      const bool of_queries = i >= 4 * kStages && i < kLanded;
       const int arrivals = empties                            ? kConsumerWarps
                            : !of_queries                      ? 1
                            : i < 4 * kStages + kQueryBarriers ? 32  // lanes of the warp that loads
@@ -97,15 +110,18 @@ struct Ring {
     ptx::publish_barriers();
   }
 
-  FAJIT_DEV void write_record(uint32_t turn, const TileRecord& r) const {
+  // The record of the tile of turn n, or of the n-th run.
+  template <bool kRun = false>
+  FAJIT_DEV void write_record(uint32_t n, const TileRecord& r) const {
     const uint32_t flags = r.tile.full | r.last << 1 | r.absent << 2;
-    ptx::store_words(record(turn), static_cast<uint32_t>(r.tile.begin),
+    ptx::store_words(record<kRun>(n), static_cast<uint32_t>(r.tile.begin),
                      static_cast<uint32_t>(r.tile.end), flags, 0);
   }
-  // After a wait for full_keys.
-  FAJIT_DEV TileRecord read_record(uint32_t turn) const {
+  // After a wait for full_keys or full_run.
+  template <bool kRun = false>
+  FAJIT_DEV TileRecord read_record(uint32_t n) const {
     uint32_t words[4];
-    ptx::load_words(words, record(turn));
+    ptx::load_words(words, record<kRun>(n));
     __syncwarp();  // before one lane lets the producer overwrite it
     const uint32_t flags = ptx::uniform_word(words[2]);
     return {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]), (flags & 1) != 0},
@@ -130,8 +146,10 @@ struct Ring {
   FAJIT_DEV uint32_t barrier(uint32_t i) const {
     return address(kBarriersBegin) + i * ptx::kBarrierBytes;
   }
-  FAJIT_DEV uint32_t record(uint32_t turn) const {
-    return address(kRecordsBegin) + turn % kStages * 16;
+  template <bool kRun>
+  FAJIT_DEV uint32_t record(uint32_t n) const {
+    if constexpr (kRun) return address(kRecordsBegin) + (kStages + n % kRuns) * 16;
+    return address(kRecordsBegin) + n % kStages * 16;
   }
 };
 
