@@ -30,15 +30,16 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
     score, mask = variant.hook("score_mod"), variant.hook("mask_mod")
     hooks: list[Hook] = []
     bodies = []
-    has_line = False
+    has_line = has_slope = has_brief = False
     raw = uniforms is not None and score is not None and not variant.has("pointwise")
     for kind, graph, prefix in (("score", score, "s_"), ("mask", mask, "m_")):
         if graph is None:
             bodies.append(_absent(variant, kind, declare))
         elif kind == "score" and uniforms is not None and raw:
             parts = lower_score(graph, variant.tensors, prefix, uniforms)
-            results = (parts.whole, parts.rest, parts.at_first, parts.slope)
-            has_line = bool(parts.distances)
+            results = (parts.whole, parts.rest, parts.at_first, parts.slope, parts.brief)
+            has_line, has_slope = bool(parts.at_first), bool(parts.slope)
+            has_brief = bool(parts.brief)
             hooks.append((parts.block, tuple(filter(None, results))))
             bodies += _score_functions(parts, declare)
         else:
@@ -67,6 +68,8 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
     if uniforms is not None:
         flags.append(f"  static constexpr bool kRaw = {str(raw).lower()};  // scores: see `Units`")
         flags.append(f"  static constexpr bool kLine = {str(has_line).lower()};")
+        flags.append(f"  static constexpr bool kSlope = {str(has_slope).lower()};")
+        flags.append(f"  static constexpr bool kTanh = {str(has_brief).lower()};")
     else:
         reads = "true" if any(_keys_read_b(block, r) for block, r in hooks) else "false"
         flags.append(
@@ -165,20 +168,26 @@ _PAIR_HEAD = {
 
 def _score_functions(parts: Score, declare: str) -> list[str]:
     """What CUDA kernels call for a score_mod; see `score.py`."""
-    block = parts.block
+    block, brief = parts.block, bool(parts.brief)
     lines = [f"  {declare} float unit([[maybe_unused]] const Context& c) {{"]
     if parts.unit:
         lines.append(f"    {block.line(block.statements[parts.unit])}")
     lines.append(f"    return {parts.unit or '1.0f'};\n  }}")
     out = [
         "\n".join(lines),
-        _pair_function("score", block, [parts.whole], declare),
+        _pair_function("score", block, [parts.whole], declare, brief),
     ]
-    if parts.distances:
+    if parts.brief:
+        out.append(
+            f"  {declare} bool is_brief([[maybe_unused]] const Context& c) {{\n"
+            f"    {block.line(block.statements[parts.brief])}\n"
+            f"    return {parts.brief} != 0.0f;\n  }}"
+        )
+    if parts.at_first:
         out += [
             "  struct Line { float at_first, slope; };",
-            _pair_function("rest", block, [parts.rest], declare),
-            _pair_function("line", block, [parts.at_first, parts.slope], declare),
+            _pair_function("rest", block, [parts.rest], declare, brief),
+            _pair_function("line", block, [parts.at_first, parts.slope or "0.0f"], declare),
             f"  {declare} bool is_line(const Interval& k, const Interval& q) {{\n"
             f"    return {parts.is_line()};\n  }}",
         ]
@@ -198,8 +207,11 @@ def _absent(variant: VariantIR, kind: str, declare: str) -> str:
     return f"{_PAIR_HEAD[kind].format(declare, kind)}\n    return {value};\n  }}"
 
 
-def _pair_function(kind: str, block: Block, results: Sequence[str], declare: str) -> str:
-    """The pair part, which reads row and key values from `r` and `k`."""
+def _pair_function(
+    kind: str, block: Block, results: Sequence[str], declare: str, brief: bool = False
+) -> str:
+    """The pair part, which reads row and key values from `r` and `k`. brief: with a template
+    argument that chooses the form of `tanh`."""
     uses = _pair_uses(block, results)
     lines = []
     for name, level in block.inputs.items():
@@ -220,4 +232,7 @@ def _pair_function(kind: str, block: Block, results: Sequence[str], declare: str
     elif kind != "mask":
         value = f"ops::widen<S>({value})"
     body = "".join(f"    {line}\n" for line in lines)
-    return f"{_PAIR_HEAD[kind].format(declare, kind)}\n{body}    return {value};\n  }}"
+    head = _PAIR_HEAD[kind].format(declare, kind)
+    if brief:
+        head = head.replace("template <", "template <bool kBrief, ", 1)
+    return f"{head}\n{body}    return {value};\n  }}"

@@ -15,6 +15,10 @@ costs one multiply-add by a constant column. `|kv_idx - q_idx|` is linear where 
 Nothing but the sum reads the float that such a distance becomes: the term is rounded differently,
 by about an ulp, and everything else is as written. Tiles where the distance leaves int32 or changes
 its sign (`is_line`) are handled as partial ones, whose pairs compute the `whole` result.
+
+A soft cap, `cap * tanh(s / cap)`, has its sign moved into the function's operand, so that |cap| is a
+unit too. If |cap| is small, `tanh` needs no more than a small absolute error: a `brief` form of it,
+which the host chooses, has half as many instructions (`ops::half_tanh`).
 """
 
 from __future__ import annotations
@@ -41,8 +45,9 @@ class Distance:
 
 @dataclass(frozen=True)
 class Score:
-    """Names of the values of a score_mod. unit: "" for 1. rest, at_first and slope: "" where no
-    term is linear, and distances are those of the terms that are."""
+    """Names of the values of a score_mod. unit: "" for 1. rest and at_first: "" where the result is
+    not a sum of the two; slope: "" where no term is linear, and distances are those of the terms
+    that are. brief: the value that is not 0 where `tanh` has the brief form; "" without one."""
 
     block: Block
     whole: str
@@ -51,13 +56,14 @@ class Score:
     at_first: str = ""
     slope: str = ""
     distances: tuple[Distance, ...] = ()
+    brief: str = ""
 
     def is_line(self) -> str:
         """The C++ condition that all terms are linear over a tile's rows `q` and keys `k`."""
         return " && ".join(
             f"cuda::is_line<{str(d.folded).lower()}>(k, q, {d.key}, {d.query}, {d.constant})"
             for d in dict.fromkeys(self.distances)
-        )
+        ) or "true"
 
 
 def lower_score(
@@ -78,7 +84,7 @@ class _Terms:
 
     def __init__(self, graph: Graph, block: Block, values: Sequence[Sequence[str]]) -> None:
         self._graph, self._block, self._values = graph, block, values
-        self._unit = self._inverse = ""
+        self._unit = self._inverse = self._shift = ""
 
     def score(self) -> Score:
         terms = list(self._split(self._graph.output, False))
@@ -88,7 +94,9 @@ class _Terms:
         rest = whole = self._scored(*scored[0])
         if self._unit:
             self._inverse = self._host(f"ops::div(1.0f, {self._unit})", [self._unit])
-        at_first = slope = ""
+        at_first, slope = self._shift, ""
+        if self._shift:
+            whole = self._sum(whole, self._shift, False)
         distances, of_rows = [], []
         for node, negative in terms:
             if (node, negative) == scored[0]:
@@ -105,11 +113,14 @@ class _Terms:
                 rest = self._sum(rest, term, negative)
             else:
                 of_rows.append((term, negative))
-        if not distances:
+        if not distances and not self._shift:
             return Score(self._block, whole, self._unit)
         for term, negative in of_rows:
             at_first = self._sum(at_first, term, negative)
-        return Score(self._block, whole, self._unit, rest, at_first, slope, tuple(distances))
+        lines = tuple(distances)
+        return Score(
+            self._block, whole, self._unit, rest, at_first, slope, lines, brief=self._shift
+        )
 
     def _emit(self, text: str, uses: Sequence[str]) -> str:
         return self._block.emit(text, uses, "float")
@@ -150,10 +161,37 @@ class _Terms:
         if negative:
             name = block.times(name, "-1.0f")
         value, factor = block.products.get(name, (name, ""))
+        capped = self._capped(i) if factor else None
+        if capped and value == self._values[capped[0]][0]:
+            return self._cap(*capped, factor)
         if factor in block.positive:
             self._unit = self._host(f"cuda::result_unit({factor})", [factor])
             return value
         return block.value(name)
+
+    def _capped(self, i: int) -> tuple[int, str, str] | None:
+        """A node that is `tanh` times factors: its function, and value and factor of the operand."""
+        node = self._graph.nodes[i]
+        while node.op in ("mul", "div", "neg"):
+            i = next(a for a in node.args if self._block.scored(self._values[a][0]))
+            node = self._graph.nodes[i]
+        if node.op not in ("tanh", "tanh_approx"):
+            return None
+        name = self._values[node.args[0]][0]
+        return i, *self._block.products.get(name, (name, "1.0f"))
+
+    def _cap(self, i: int, value: str, by: str, cap: str) -> str:
+        """cap * tanh(value * by), in units of |cap| or of twice that."""
+        by = self._host(f"ops::flipped({by}, as_int({cap}))", [by, cap])
+        if self._graph.nodes[i].op == "tanh_approx":
+            self._unit = self._host(f"cuda::result_unit({cap})", [cap])
+            operand = self._emit(f"ops::mul({value}, {by})", [value, by])
+            return self._emit(f"ops::tanh_approx({operand})", [operand])
+        self._unit = self._host(f"cuda::result_unit(ops::mul(2.0f, {cap}))", [cap])
+        self._shift = shift = self._host(f"ops::half_tanh_shift({cap})", [cap])
+        rate = self._host(f"ops::mul(ops::kTanhRate, {by})", [by])
+        text = f"ops::half_tanh<kBrief>({value}, {by}, {rate}, {shift})"
+        return self._emit(text, [value, by, rate, shift])
 
     def _in_units(self, i: int) -> str:
         """A term without the score, divided by the unit: by way of a factor that fewer pairs share,

@@ -73,11 +73,8 @@ FAJIT_DEV int32_t key_position(const KvTile& tile, [[maybe_unused]] uint32_t lis
 template <bool kMasked, class Config, class Hooks>
 inline constexpr bool kByLine = !kMasked && kHasLines<Config, Hooks>;
 
-// Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
-// kMasked the tile is full: no mask code and no bounds check. The scores of row i lack at_first[i],
-// which the softmax takes off its base; without kByLine it is 0. listed: see key_position.
-template <bool kMasked, class Config, class Hooks, int kM, int kN>
-FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_first)[2 * kM],
+template <bool kMasked, bool kBrief, class Config, class Hooks, int kM, int kN>
+FAJIT_DEV void hook_scores_as(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_first)[2 * kM],
                            const Context& c, const ThreadRows<Config, Hooks, kM>& rows,
                            const Units& units, const fajit_work& item, int32_t kv_h,
                            const KvTile& tile, [[maybe_unused]] uint32_t listed) {
@@ -135,7 +132,11 @@ FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_fi
           key = Hooks::keys(c, packed[i].b, kv_h, kv_idx);
         if constexpr (kNatural) x *= units.score;
         if constexpr (kLine) {
-          x = fmaf(slope[i], static_cast<float>(n * 8 + j), Hooks::rest(c, x, row[i], key));
+          if constexpr (Hooks::kTanh) x = Hooks::template rest<kBrief>(c, x, row[i], key);
+          else x = Hooks::rest(c, x, row[i], key);
+          if constexpr (Hooks::kSlope) x = fmaf(slope[i], static_cast<float>(n * 8 + j), x);
+        } else if constexpr (Hooks::kTanh) {
+          x = Hooks::template score<kBrief>(c, x, row[i], key);
         } else if constexpr (Hooks::kScore) {
           x = Hooks::score(c, x, row[i], key);
         }
@@ -152,6 +153,23 @@ FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_fi
       }
     }
   }
+}
+
+// Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
+// kMasked the tile is full: no mask code and no bounds check. The scores of row i lack at_first[i],
+// which the softmax takes off its base; without kByLine it is 0. listed: see key_position.
+template <bool kMasked, class Config, class Hooks, int kM, int kN>
+FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], float (&at_first)[2 * kM], const Context& c,
+                           const ThreadRows<Config, Hooks, kM>& rows, const Units& units,
+                           const fajit_work& item, int32_t kv_h, const KvTile& tile,
+                           uint32_t listed) {
+  if constexpr (kByLine<kMasked, Config, Hooks> && Hooks::kTanh) {
+    if (Hooks::is_brief(c)) {
+      hook_scores_as<kMasked, true>(s, at_first, c, rows, units, item, kv_h, tile, listed);
+      return;
+    }
+  }
+  hook_scores_as<kMasked, false>(s, at_first, c, rows, units, item, kv_h, tile, listed);
 }
 
 }  // namespace fajit::cuda

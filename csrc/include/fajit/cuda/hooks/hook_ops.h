@@ -51,6 +51,15 @@ FAJIT_FN float slope(float x) {
   return size > most && size <= as_float(0x7f7fffff) ? __builtin_copysignf(most, x) : x;
 }
 
+// cap * tanh(y) is 2 |cap| (half_tanh + shift).
+constexpr float kTanhRate = -2.88539008f;  // -2 log2(e)
+FAJIT_FN float half_tanh_shift(float cap) { return __builtin_fabsf(cap) <= 256.0f ? -0.5f : 0.0f; }
+template <bool kBrief>
+FAJIT_FN float half_tanh(float x, float by, float rate, float shift) {
+  if constexpr (kBrief) return math::approx_reciprocal(1.0f + math::approx_exp2(x * rate));
+  else return math::fma(0.5f, math::tanh(x * by), -shift);
+}
+
 // -x where `by` is negative, else x.
 FAJIT_FN float flipped(float x, int32_t by) { return as_float(as_int(x) ^ (by & INT32_MIN)); }
 
