@@ -37,7 +37,9 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
             bodies.append(_absent(variant, kind, declare))
         elif kind == "score" and uniforms is not None and raw:
             parts = lower_score(graph, variant.tensors, prefix, uniforms)
-            results = (parts.whole, parts.rest, parts.at_first, parts.slope, parts.brief)
+            results = (
+                parts.whole, parts.rest, parts.at_first, parts.slope, parts.brief, parts.operand,
+            )  # fmt: skip
             has_line, has_slope = bool(parts.at_first), bool(parts.slope)
             has_brief = bool(parts.brief)
             hooks.append((parts.block, tuple(filter(None, results))))
@@ -159,6 +161,7 @@ _SCORED = (
 _PAIR_HEAD = {
     "score": _SCORED,
     "rest": _SCORED,
+    "operand": _SCORED,
     "line": "  template <class R>\n  {} Line {}([[maybe_unused]] const Context& c, "
     "[[maybe_unused]] const R& r, [[maybe_unused]] int32_t kv_first) {{",
     "mask": "  template <class R, class K>\n  {} auto {}([[maybe_unused]] const Context& c, "
@@ -178,6 +181,10 @@ def _score_functions(parts: Score, declare: str) -> list[str]:
         _pair_function("score", block, [parts.whole], declare, brief),
     ]
     if parts.brief:
+        out.append(_pair_function("operand", block, [parts.operand], declare))
+        out.append(
+            f"  {declare} void brief_pair(float& x, float& y) {{ ops::brief_half_tanh(x, y); }}"
+        )
         out.append(
             f"  {declare} bool is_brief([[maybe_unused]] const Context& c) {{\n"
             f"    {block.line(block.statements[parts.brief])}\n"

@@ -57,6 +57,7 @@ class Score:
     slope: str = ""
     distances: tuple[Distance, ...] = ()
     brief: str = ""
+    operand: str = ""
 
     def is_line(self) -> str:
         """The C++ condition that all terms are linear over a tile's rows `q` and keys `k`."""
@@ -84,7 +85,7 @@ class _Terms:
 
     def __init__(self, graph: Graph, block: Block, values: Sequence[Sequence[str]]) -> None:
         self._graph, self._block, self._values = graph, block, values
-        self._unit = self._inverse = self._shift = ""
+        self._unit = self._inverse = self._shift = self._operand = ""
 
     def score(self) -> Score:
         terms = list(self._split(self._graph.output, False))
@@ -119,7 +120,7 @@ class _Terms:
             at_first = self._sum(at_first, term, negative)
         lines = tuple(distances)
         return Score(
-            self._block, whole, self._unit, rest, at_first, slope, lines, brief=self._shift
+            self._block, whole, self._unit, rest, at_first, slope, lines, self._shift, self._operand
         )
 
     def _emit(self, text: str, uses: Sequence[str]) -> str:
@@ -190,8 +191,9 @@ class _Terms:
         self._unit = self._host(f"cuda::result_unit(ops::mul(2.0f, {cap}))", [cap])
         self._shift = shift = self._host(f"ops::half_tanh_shift({cap})", [cap])
         rate = self._host(f"ops::mul(ops::kTanhRate, {by})", [by])
-        text = f"ops::half_tanh<kBrief>({value}, {by}, {rate}, {shift})"
-        return self._emit(text, [value, by, rate, shift])
+        self._operand = self._emit(f"ops::mul({value}, {rate})", [value, rate])
+        text = f"ops::half_tanh<kBrief>(s, {value}, {by}, {shift})"
+        return self._emit(text, ["s", value, by, shift])
 
     def _in_units(self, i: int) -> str:
         """A term without the score, divided by the unit: by way of a factor that fewer pairs share,

@@ -103,6 +103,18 @@ FAJIT_DEV void hook_scores_as(float (&s)[kM][kN][4], [[maybe_unused]] float (&at
     [[maybe_unused]] int32_t pair[2] = {};
     if constexpr (Config::kSparse && (kMasked || kReadsKeys))
       ptx::load_word_pair(pair, listed + (n * 8 + ptx::lane_index() % 4 * 2) * 4);
+    if constexpr (kBrief) {
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int32_t kv_idx = tile.begin + n * 8 + ptx::lane_index() % 4 * 2 + j;
+          float& x = s[i / 2][n][i % 2 * 2 + j];
+          x = Hooks::operand(c, x, row[i], Hooks::keys(c, item.request, kv_h, kv_idx));
+        }
+        Hooks::brief_pair(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1]);
+      }
+    }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       // Unsigned: a position past the end may exceed the range of int32.
