@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ..ir.ir import VariantIR
 from .block import Block, Level, lower_graph, needed
-from .expressions import Uniforms
+from .expressions import Uniforms, literal
 from .score import Score, lower_score
 
 Hook = tuple[Block, tuple[str, ...]]
@@ -30,18 +30,16 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
     score, mask = variant.hook("score_mod"), variant.hook("mask_mod")
     hooks: list[Hook] = []
     bodies = []
-    has_line = has_slope = has_brief = False
+    has_line = has_slope = is_capped = False
     raw = uniforms is not None and score is not None and not variant.has("pointwise")
     for kind, graph, prefix in (("score", score, "s_"), ("mask", mask, "m_")):
         if graph is None:
             bodies.append(_absent(variant, kind, declare))
         elif kind == "score" and uniforms is not None and raw:
             parts = lower_score(graph, variant.tensors, prefix, uniforms)
-            results = (
-                parts.whole, parts.rest, parts.at_first, parts.slope, parts.brief, parts.operand,
-            )  # fmt: skip
+            results = (parts.whole, parts.rest, parts.at_first, parts.slope, parts.exponent)
             has_line, has_slope = bool(parts.at_first), bool(parts.slope)
-            has_brief = bool(parts.brief)
+            is_capped = bool(parts.exponent)
             hooks.append((parts.block, tuple(filter(None, results))))
             bodies += _score_functions(parts, declare)
         else:
@@ -69,9 +67,9 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
     flags = []
     if uniforms is not None:
         flags.append(f"  static constexpr bool kRaw = {str(raw).lower()};  // scores: see `Units`")
-        flags.append(f"  static constexpr bool kLine = {str(has_line).lower()};")
-        flags.append(f"  static constexpr bool kSlope = {str(has_slope).lower()};")
-        flags.append(f"  static constexpr bool kTanh = {str(has_brief).lower()};")
+        # Full tiles: `rest` and `line`, a slope of the line, `exponent` of a `tanh`.
+        found = {"kLine": has_line, "kSlope": has_slope, "kSoftCap": is_capped}
+        flags += [f"  static constexpr bool {n} = {literal(x, 'bool')};" for n, x in found.items()]
     else:
         reads = "true" if any(_keys_read_b(block, r) for block, r in hooks) else "false"
         flags.append(
@@ -161,7 +159,7 @@ _SCORED = (
 _PAIR_HEAD = {
     "score": _SCORED,
     "rest": _SCORED,
-    "operand": _SCORED,
+    "exponent": _SCORED,
     "line": "  template <class R>\n  {} Line {}([[maybe_unused]] const Context& c, "
     "[[maybe_unused]] const R& r, [[maybe_unused]] int32_t kv_first) {{",
     "mask": "  template <class R, class K>\n  {} auto {}([[maybe_unused]] const Context& c, "
@@ -171,32 +169,28 @@ _PAIR_HEAD = {
 
 def _score_functions(parts: Score, declare: str) -> list[str]:
     """What CUDA kernels call for a score_mod; see `score.py`."""
-    block, brief = parts.block, bool(parts.brief)
+    block = parts.block
     lines = [f"  {declare} float unit([[maybe_unused]] const Context& c) {{"]
     if parts.unit:
         lines.append(f"    {block.line(block.statements[parts.unit])}")
     lines.append(f"    return {parts.unit or '1.0f'};\n  }}")
     out = [
         "\n".join(lines),
-        _pair_function("score", block, [parts.whole], declare, brief),
+        _pair_function("score", block, [parts.whole], declare),
     ]
-    if parts.brief:
-        out.append(_pair_function("operand", block, [parts.operand], declare))
-        out.append(
-            f"  {declare} void brief_pair(float& x, float& y) {{ ops::brief_half_tanh(x, y); }}"
-        )
-        out.append(
-            f"  {declare} bool is_brief([[maybe_unused]] const Context& c) {{\n"
-            f"    {block.line(block.statements[parts.brief])}\n"
-            f"    return {parts.brief} != 0.0f;\n  }}"
-        )
+    if parts.exponent:
+        out.append(_pair_function("exponent", block, [parts.exponent], declare))
     if parts.at_first:
+        small = block.statements.get(parts.small_cap)
         out += [
             "  struct Line { float at_first, slope; };",
-            _pair_function("rest", block, [parts.rest], declare, brief),
+            _pair_function("rest", block, [parts.rest], declare),
             _pair_function("line", block, [parts.at_first, parts.slope or "0.0f"], declare),
-            f"  {declare} bool is_line(const Interval& k, const Interval& q) {{\n"
-            f"    return {parts.is_line()};\n  }}",
+            f"  {declare} bool is_line([[maybe_unused]] const Context& c, "
+            "[[maybe_unused]] const Interval& k,\n"
+            "                      [[maybe_unused]] const Interval& q) {\n"
+            + (f"    {block.line(small)}\n" if small else "")
+            + f"    return {parts.is_line()};\n  }}",
         ]
     return out
 
@@ -214,11 +208,8 @@ def _absent(variant: VariantIR, kind: str, declare: str) -> str:
     return f"{_PAIR_HEAD[kind].format(declare, kind)}\n    return {value};\n  }}"
 
 
-def _pair_function(
-    kind: str, block: Block, results: Sequence[str], declare: str, brief: bool = False
-) -> str:
-    """The pair part, which reads row and key values from `r` and `k`. brief: with a template
-    argument that chooses the form of `tanh`."""
+def _pair_function(kind: str, block: Block, results: Sequence[str], declare: str) -> str:
+    """The pair part, which reads row and key values from `r` and `k`."""
     uses = _pair_uses(block, results)
     lines = []
     for name, level in block.inputs.items():
@@ -239,7 +230,4 @@ def _pair_function(
     elif kind != "mask":
         value = f"ops::widen<S>({value})"
     body = "".join(f"    {line}\n" for line in lines)
-    head = _PAIR_HEAD[kind].format(declare, kind)
-    if brief:
-        head = head.replace("template <", "template <bool kBrief, ", 1)
-    return f"{head}\n{body}    return {value};\n  }}"
+    return f"{_PAIR_HEAD[kind].format(declare, kind)}\n{body}    return {value};\n  }}"

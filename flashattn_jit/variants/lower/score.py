@@ -16,9 +16,9 @@ Nothing but the sum reads the float that such a distance becomes: the term is ro
 by about an ulp, and everything else is as written. Tiles where the distance leaves int32 or changes
 its sign (`is_line`) are handled as partial ones, whose pairs compute the `whole` result.
 
-A soft cap, `cap * tanh(s / cap)`, has its sign moved into the function's operand, so that |cap| is a
-unit too. If |cap| is small, `tanh` needs no more than a small absolute error: a `brief` form of it,
-which the host chooses, has half as many instructions (`ops::half_tanh`).
+Of a soft cap, `cap * tanh(s / cap)`, the sign goes to the function's operand, so that |cap| is part
+of the unit too. If the cap is small, full tiles compute `tanh` with a small absolute error, by half
+as many instructions (`fajit/cuda/hooks/soft_cap.h`), up to a constant that is a term of the base.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Distance:
 
 @dataclass(frozen=True)
 class Score:
-    """Names of the values of a score_mod. unit: "" for 1. rest and at_first: "" where the result is
-    not a sum of the two; slope: "" where no term is linear, and distances are those of the terms
-    that are. brief: the value that is not 0 where `tanh` has the brief form; "" without one."""
+    """Names of the values of a score_mod. unit: "" for 1. rest and at_first: "" where full tiles
+    compute the `whole` result; slope: "" where no term is linear, and distances are those of the
+    terms that are. exponent: where full tiles compute a short `tanh`, its operand as an exponent of
+    2; "" elsewhere. small_cap: whether they do."""
 
     block: Block
     whole: str
@@ -56,15 +57,16 @@ class Score:
     at_first: str = ""
     slope: str = ""
     distances: tuple[Distance, ...] = ()
-    brief: str = ""
-    operand: str = ""
+    exponent: str = ""
+    small_cap: str = ""
 
     def is_line(self) -> str:
         """The C++ condition that all terms are linear over a tile's rows `q` and keys `k`."""
-        return " && ".join(
+        lines = [
             f"cuda::is_line<{str(d.folded).lower()}>(k, q, {d.key}, {d.query}, {d.constant})"
             for d in dict.fromkeys(self.distances)
-        ) or "true"
+        ]
+        return " && ".join([*filter(None, [self.small_cap]), *lines])
 
 
 def lower_score(
@@ -85,7 +87,7 @@ class _Terms:
 
     def __init__(self, graph: Graph, block: Block, values: Sequence[Sequence[str]]) -> None:
         self._graph, self._block, self._values = graph, block, values
-        self._unit = self._inverse = self._shift = self._operand = ""
+        self._unit = self._inverse = self._exponent = self._small_cap = ""
 
     def score(self) -> Score:
         terms = list(self._split(self._graph.output, False))
@@ -95,9 +97,9 @@ class _Terms:
         rest = whole = self._scored(*scored[0])
         if self._unit:
             self._inverse = self._host(f"ops::div(1.0f, {self._unit})", [self._unit])
-        at_first, slope = self._shift, ""
-        if self._shift:
-            whole = self._sum(whole, self._shift, False)
+        at_first = slope = ""
+        if self._exponent:
+            rest, at_first = "s", "-0.5f"  # s: of `half_tanh`
         distances, of_rows = [], []
         for node, negative in terms:
             if (node, negative) == scored[0]:
@@ -114,14 +116,14 @@ class _Terms:
                 rest = self._sum(rest, term, negative)
             else:
                 of_rows.append((term, negative))
-        if not distances and not self._shift:
+        if not distances and not self._exponent:
             return Score(self._block, whole, self._unit)
         for term, negative in of_rows:
             at_first = self._sum(at_first, term, negative)
-        lines = tuple(distances)
         return Score(
-            self._block, whole, self._unit, rest, at_first, slope, lines, self._shift, self._operand
-        )
+            self._block, whole, self._unit, rest, at_first, slope, tuple(distances),
+            self._exponent, self._small_cap,
+        )  # fmt: skip
 
     def _emit(self, text: str, uses: Sequence[str]) -> str:
         return self._block.emit(text, uses, "float")
@@ -163,37 +165,38 @@ class _Terms:
             name = block.times(name, "-1.0f")
         value, factor = block.products.get(name, (name, ""))
         capped = self._capped(i) if factor else None
-        if capped and value == self._values[capped[0]][0]:
-            return self._cap(*capped, factor)
+        if capped is not None and value == self._values[capped][0]:
+            return self._cap(capped, factor)
         if factor in block.positive:
             self._unit = self._host(f"cuda::result_unit({factor})", [factor])
             return value
         return block.value(name)
 
-    def _capped(self, i: int) -> tuple[int, str, str] | None:
-        """A node that is `tanh` times factors: its function, and value and factor of the operand."""
+    def _capped(self, i: int) -> int | None:
+        """The node of a `tanh` of the score of which node i is a multiple."""
         node = self._graph.nodes[i]
         while node.op in ("mul", "div", "neg"):
             i = next(a for a in node.args if self._block.scored(self._values[a][0]))
             node = self._graph.nodes[i]
-        if node.op not in ("tanh", "tanh_approx"):
-            return None
-        name = self._values[node.args[0]][0]
-        return i, *self._block.products.get(name, (name, "1.0f"))
+        return i if node.op in ("tanh", "tanh_approx") else None
 
-    def _cap(self, i: int, value: str, by: str, cap: str) -> str:
-        """cap * tanh(value * by), in units of |cap| or of twice that."""
+    def _cap(self, i: int, cap: str) -> str:
+        """cap * tanh(...) in units of |cap|; in units of 2 |cap| where full tiles compute `tanh` by
+        another form."""
+        node = self._graph.nodes[i]
+        operand = self._values[node.args[0]][0]
+        value, by = self._block.products.get(operand, (operand, "1.0f"))
         by = self._host(f"ops::flipped({by}, as_int({cap}))", [by, cap])
-        if self._graph.nodes[i].op == "tanh_approx":
+        product = self._emit(f"ops::mul({value}, {by})", [value, by])
+        tanh = self._emit(f"ops::{node.op}({product})", [product])
+        if node.op == "tanh_approx":
             self._unit = self._host(f"cuda::result_unit({cap})", [cap])
-            operand = self._emit(f"ops::mul({value}, {by})", [value, by])
-            return self._emit(f"ops::tanh_approx({operand})", [operand])
+            return tanh
         self._unit = self._host(f"cuda::result_unit(ops::mul(2.0f, {cap}))", [cap])
-        self._shift = shift = self._host(f"ops::half_tanh_shift({cap})", [cap])
-        rate = self._host(f"ops::mul(ops::kTanhRate, {by})", [by])
-        self._operand = self._emit(f"ops::mul({value}, {rate})", [value, rate])
-        text = f"ops::half_tanh<kBrief>(s, {value}, {by}, {shift})"
-        return self._emit(text, ["s", value, by, shift])
+        self._small_cap = self._block.emit(f"cuda::is_small_cap({cap})", [cap], "bool", True)
+        rate = self._host(f"ops::mul(cuda::kTanhRate, {by})", [by])
+        self._exponent = self._emit(f"ops::mul({value}, {rate})", [value, rate])
+        return self._emit(f"ops::mul(0.5f, {tanh})", [tanh])
 
     def _in_units(self, i: int) -> str:
         """A term without the score, divided by the unit: by way of a factor that fewer pairs share,

@@ -5,6 +5,7 @@
 #pragma once
 #include <fajit/cuda/common/kv_walk.h>
 #include <fajit/cuda/common/units.h>
+#include <fajit/cuda/hooks/soft_cap.h>
 
 namespace fajit::cuda {
 
@@ -69,12 +70,15 @@ FAJIT_DEV int32_t key_position(const KvTile& tile, [[maybe_unused]] uint32_t lis
   return tile.begin + r;
 }
 
-// Whether part of the scores of a full tile is a line per row: `Hooks::line`.
+// Whether the scores of a full tile lack a term per row, of a line or of a soft cap: `Hooks::line`.
 template <bool kMasked, class Config, class Hooks>
 inline constexpr bool kByLine = !kMasked && kHasLines<Config, Hooks>;
 
-template <bool kMasked, bool kBrief, class Config, class Hooks, int kM, int kN>
-FAJIT_DEV void hook_scores_as(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_first)[2 * kM],
+// Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
+// kMasked the tile is full: no mask code and no bounds check. The scores of row i lack at_first[i],
+// which the softmax takes off its base; without kByLine it is 0. listed: see key_position.
+template <bool kMasked, class Config, class Hooks, int kM, int kN>
+FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_first)[2 * kM],
                            const Context& c, const ThreadRows<Config, Hooks, kM>& rows,
                            const Units& units, const fajit_work& item, int32_t kv_h,
                            const KvTile& tile, [[maybe_unused]] uint32_t listed) {
@@ -103,16 +107,16 @@ FAJIT_DEV void hook_scores_as(float (&s)[kM][kN][4], [[maybe_unused]] float (&at
     [[maybe_unused]] int32_t pair[2] = {};
     if constexpr (Config::kSparse && (kMasked || kReadsKeys))
       ptx::load_word_pair(pair, listed + (n * 8 + ptx::lane_index() % 4 * 2) * 4);
-    if constexpr (kBrief) {
+    if constexpr (kLine && Hooks::kSoftCap) {
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i) {
+        float* const x = s[i / 2][n] + i % 2 * 2;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int32_t kv_idx = tile.begin + n * 8 + ptx::lane_index() % 4 * 2 + j;
-          float& x = s[i / 2][n][i % 2 * 2 + j];
-          x = Hooks::operand(c, x, row[i], Hooks::keys(c, item.request, kv_h, kv_idx));
+          x[j] = Hooks::exponent(c, x[j], row[i], Hooks::keys(c, item.request, kv_h, kv_idx));
         }
-        Hooks::brief_pair(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1]);
+        half_tanh(x[0], x[1]);
       }
     }
 #pragma unroll
@@ -144,11 +148,8 @@ FAJIT_DEV void hook_scores_as(float (&s)[kM][kN][4], [[maybe_unused]] float (&at
           key = Hooks::keys(c, packed[i].b, kv_h, kv_idx);
         if constexpr (kNatural) x *= units.score;
         if constexpr (kLine) {
-          if constexpr (Hooks::kTanh) x = Hooks::template rest<kBrief>(c, x, row[i], key);
-          else x = Hooks::rest(c, x, row[i], key);
+          x = Hooks::rest(c, x, row[i], key);
           if constexpr (Hooks::kSlope) x = fmaf(slope[i], static_cast<float>(n * 8 + j), x);
-        } else if constexpr (Hooks::kTanh) {
-          x = Hooks::template score<kBrief>(c, x, row[i], key);
         } else if constexpr (Hooks::kScore) {
           x = Hooks::score(c, x, row[i], key);
         }
@@ -165,23 +166,6 @@ FAJIT_DEV void hook_scores_as(float (&s)[kM][kN][4], [[maybe_unused]] float (&at
       }
     }
   }
-}
-
-// Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
-// kMasked the tile is full: no mask code and no bounds check. The scores of row i lack at_first[i],
-// which the softmax takes off its base; without kByLine it is 0. listed: see key_position.
-template <bool kMasked, class Config, class Hooks, int kM, int kN>
-FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], float (&at_first)[2 * kM], const Context& c,
-                           const ThreadRows<Config, Hooks, kM>& rows, const Units& units,
-                           const fajit_work& item, int32_t kv_h, const KvTile& tile,
-                           uint32_t listed) {
-  if constexpr (kByLine<kMasked, Config, Hooks> && Hooks::kTanh) {
-    if (Hooks::is_brief(c)) {
-      hook_scores_as<kMasked, true>(s, at_first, c, rows, units, item, kv_h, tile, listed);
-      return;
-    }
-  }
-  hook_scores_as<kMasked, false>(s, at_first, c, rows, units, item, kv_h, tile, listed);
 }
 
 }  // namespace fajit::cuda

@@ -51,31 +51,6 @@ FAJIT_FN float slope(float x) {
   return size > most && size <= as_float(0x7f7fffff) ? __builtin_copysignf(most, x) : x;
 }
 
-// cap * tanh(y) is 2 |cap| (half_tanh + shift).
-constexpr float kTanhRate = -2.88539008f;  // -2 log2(e)
-FAJIT_FN float half_tanh_shift(float cap) { return __builtin_fabsf(cap) <= 256.0f ? -0.5f : 0.0f; }
-template <bool kBrief>
-FAJIT_FN float half_tanh(float s, float x, float by, float shift) {
-  if constexpr (kBrief) return s;
-  else return math::fma(0.5f, math::tanh(x * by), -shift);
-}
-FAJIT_FN float at_most(float x, float most) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  float r;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(most));
-  return r;
-#else
-  return x > most ? most : x;
-#endif
-}
-FAJIT_FN void brief_half_tanh(float& x, float& y) {
-  const float a = 1.0f + math::approx_exp2(at_most(x, 60.0f));
-  const float b = 1.0f + math::approx_exp2(at_most(y, 60.0f));
-  const float r = math::approx_reciprocal(a * b);
-  x = r * b;
-  y = r * a;
-}
-
 // -x where `by` is negative, else x.
 FAJIT_FN float flipped(float x, int32_t by) { return as_float(as_int(x) ^ (by & INT32_MIN)); }
 
