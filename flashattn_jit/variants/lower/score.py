@@ -193,8 +193,8 @@ class _Terms:
             self._unit = self._host(f"cuda::result_unit({cap})", [cap])
             return tanh
         self._unit = self._host(f"cuda::result_unit(ops::mul(2.0f, {cap}))", [cap])
-        self._small_cap = self._block.emit(f"cuda::is_small_cap({cap})", [cap], "bool", True)
-        rate = self._host(f"ops::mul(cuda::kTanhRate, {by})", [by])
+        self._small_cap = self._block.emit(f"ops::is_small_cap({cap})", [cap], "bool", True)
+        rate = self._host(f"ops::mul(ops::kTanhRate, {by})", [by])
         self._exponent = self._emit(f"ops::mul({value}, {rate})", [value, rate])
         return self._emit(f"ops::mul(0.5f, {tanh})", [tanh])
 

@@ -116,7 +116,7 @@ FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_fi
           const int32_t kv_idx = tile.begin + n * 8 + ptx::lane_index() % 4 * 2 + j;
           x[j] = Hooks::exponent(c, x[j], row[i], Hooks::keys(c, item.request, kv_h, kv_idx));
         }
-        half_tanh(x[0], x[1]);
+        ops::half_tanh(x[0], x[1]);
       }
     }
 #pragma unroll

@@ -24,7 +24,7 @@
 #pragma once
 #include <fajit/cuda/hooks/approx.h>
 
-namespace fajit::cuda {
+namespace fajit::ops {
 
 constexpr float kTanhRate = -2.88539008f;  // -2 log2(e)
 
@@ -51,4 +51,4 @@ FAJIT_FN void half_tanh(float& x, float& y) {
   y = r * a;
 }
 
-}  // namespace fajit::cuda
+}  // namespace fajit::ops
