@@ -209,8 +209,6 @@ MUTANTS = (
     # Turns of the two groups
     plant("no first turn", "turns", STUCK, PREFILL, "if (kTakesTurns && group() == 1)",
           "if (false)"),
-    plant("the first turn is the other group's", "turns", (*STUCK, "barrier"), PREFILL,
-          "ptx::arrive_named(turn_of(0)", "ptx::arrive_named(turn_of(1)"),
     plant("a turn is passed to the own group", "turns", (*STUCK, "barrier"), PREFILL,
           "turn_of(group() ^ 1)", "turn_of(group())"),
     plant("a turn is for one group", "turns", (*STUCK, "barrier"), PREFILL,
