@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ..ir.ir import VariantIR
 from .block import Block, Level, lower_graph, needed
-from .expressions import Uniforms, literal
+from .expressions import Uniforms
 from .score import Score, lower_score
 
 Hook = tuple[Block, tuple[str, ...]]
@@ -30,7 +30,7 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
     score, mask = variant.hook("score_mod"), variant.hook("mask_mod")
     hooks: list[Hook] = []
     bodies = []
-    has_line = has_slope = is_capped = False
+    has_line = False
     raw = uniforms is not None and score is not None and not variant.has("pointwise")
     for kind, graph, prefix in (("score", score, "s_"), ("mask", mask, "m_")):
         if graph is None:
@@ -38,8 +38,7 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
         elif kind == "score" and uniforms is not None and raw:
             parts = lower_score(graph, variant.tensors, prefix, uniforms)
             results = (parts.whole, parts.rest, parts.at_first, parts.slope, parts.exponent)
-            has_line, has_slope = bool(parts.at_first), bool(parts.slope)
-            is_capped = bool(parts.exponent)
+            has_line = bool(parts.at_first)
             hooks.append((parts.block, tuple(filter(None, results))))
             bodies += _score_functions(parts, declare)
         else:
@@ -67,9 +66,7 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
     flags = []
     if uniforms is not None:
         flags.append(f"  static constexpr bool kRaw = {str(raw).lower()};  // scores: see `Units`")
-        # Full tiles: `rest` and `line`, a slope of the line, `exponent` of a `tanh`.
-        found = {"kLine": has_line, "kSlope": has_slope, "kSoftCap": is_capped}
-        flags += [f"  static constexpr bool {n} = {literal(x, 'bool')};" for n, x in found.items()]
+        flags.append(f"  static constexpr bool kLine = {str(has_line).lower()};")
     else:
         reads = "true" if any(_keys_read_b(block, r) for block, r in hooks) else "false"
         flags.append(
@@ -183,6 +180,8 @@ def _score_functions(parts: Score, declare: str) -> list[str]:
     if parts.at_first:
         small = block.statements.get(parts.small_cap)
         out += [
+            f"  static constexpr bool kSlope = {str(bool(parts.slope)).lower()};\n"
+            f"  static constexpr bool kSoftCap = {str(bool(parts.exponent)).lower()};\n"
             "  struct Line { float at_first, slope; };",
             _pair_function("rest", block, [parts.rest], declare),
             _pair_function("line", block, [parts.at_first, parts.slope or "0.0f"], declare),

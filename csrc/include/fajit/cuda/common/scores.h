@@ -107,16 +107,18 @@ FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_fi
     [[maybe_unused]] int32_t pair[2] = {};
     if constexpr (Config::kSparse && (kMasked || kReadsKeys))
       ptx::load_word_pair(pair, listed + (n * 8 + ptx::lane_index() % 4 * 2) * 4);
-    if constexpr (kLine && Hooks::kSoftCap) {
+    if constexpr (kLine) {
+      if constexpr (Hooks::kSoftCap) {
+        const int32_t first = tile.begin + n * 8 + ptx::lane_index() % 4 * 2;
+        const auto key = Hooks::keys(c, item.request, kv_h, first);
+        const auto next = Hooks::keys(c, item.request, kv_h, first + 1);
 #pragma unroll
-      for (int i = 0; i < 2 * kM; ++i) {
-        float* const x = s[i / 2][n] + i % 2 * 2;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int32_t kv_idx = tile.begin + n * 8 + ptx::lane_index() % 4 * 2 + j;
-          x[j] = Hooks::exponent(c, x[j], row[i], Hooks::keys(c, item.request, kv_h, kv_idx));
+        for (int i = 0; i < 2 * kM; ++i) {
+          float* const x = s[i / 2][n] + i % 2 * 2;
+          x[0] = Hooks::exponent(c, x[0], row[i], key);
+          x[1] = Hooks::exponent(c, x[1], row[i], next);
+          ops::half_tanh(x[0], x[1]);
         }
-        ops::half_tanh(x[0], x[1]);
       }
     }
 #pragma unroll

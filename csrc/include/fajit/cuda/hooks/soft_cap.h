@@ -1,26 +1,28 @@
-// cap * tanh(x) as a term of a score, where the host knows the cap: `tanh` with a small absolute
-// error, which takes half the instructions of one with a small relative error.
+// cap * tanh(x) as a term of a score, where the host knows the cap: by a `tanh` with a small
+// absolute error, which takes half the instructions of one with a small relative error.
 //
-//   cap * tanh(x) = 2 |cap| (r - 1/2),    r = 1 / (1 + 2^y),    y = -2 log2(e) sign(cap) x
+//   cap * tanh(x) = 2 |cap| (r - 1/2),   r = 1 / (1 + e),   e = 2^y,   y = -2 log2(e) sign(cap) x
 //
-// 2 |cap| is a unit of scores and 1/2 goes to the base of the softmax (`Hooks::line`), so a score
-// costs r: a product, a power of two, a sum, and a reciprocal, which two scores of a row share.
+// 2 |cap| is the unit of the scores and -1/2 goes to the base of the softmax (`Hooks::line`), so a
+// score costs r alone: a product, a minimum, a power of two, a sum, and a reciprocal that two
+// scores of a row share, 1 / a = b / (a b). The special-function unit computes 1.5 values for it.
 //
-// The error of r, of |r| <= 1 and with u = 2^-24 (half an ulp of numbers in [1, 2), relative):
+// The absolute error of r, with u = 2^-24:
 //
-//   y       the host's factor 2u, the product u, both relative: |y| r (1 - r) ln 2 <= 0.224,
-//           so                                                                       0.68 u
-//   2^y     ex2.approx: 2 ulp, 4u of e; e / (1 + e)^2 <= 1/4:                         1.00 u
-//   1 + e   u of the sum, for both scores of the pair: r b has the factors
-//           (1 + u) of a, and none of b, which cancels:                              1.00 u
-//   a b     u; its reciprocal, 1 ulp: 2u; the product with b: u:                     4.00 u
+//   y      its factor, of the host: 4u, and the product: u; relative errors. |y| r (1 - r) ln 2 is
+//          at most 0.224:                                                        1.1 u
+//   e      ex2.approx: 4u, relative; e / (1 + e)^2 is at most 1/4:               1.0 u
+//   1 + e  u; that of the other score of the pair cancels:                       1.0 u
+//   1 / a  u of a b, 2u of rcp.approx, u of the product with b; r is at most 1:  4.0 u
 //
-// together 6.7 u, below 2^-21. The error of a score is 2 |cap| times that, below |cap| 2^-20:
-// 3e-5 for a cap of 30. Caps up to 2^8 have it: 2^-12 of a weight, which is rounded by up to
-// 2^-12 (float16) or 2^-9 (bfloat16) for the second product. Beyond, tiles take the other form.
+// together less than 8u = 2^-21 (5u is the largest found by tests/codegen/test_soft_cap.py). So the
+// error of a score is below |cap| 2^-20: 3e-5 for a cap of 30. Caps are small up to 2^8, where it
+// is 2^-12, and so is the relative error of a weight, which is rounded by up to 2^-12 (float16) or
+// 2^-9 (bfloat16) for the second product. With larger caps all tiles are handled as partial ones,
+// whose `tanh` has a small relative error.
 //
-// y is at most 60, so that a b < 2^121 is finite and r is at least 2^-60. NaN remains NaN, in both
-// scores of the pair: a row with one such score is NaN in any case.
+// y is at most 60, so that a b is finite: r is then 2^-60 too large at most. NaN remains NaN, for
+// both scores of the pair; a row with one such score is NaN in any case.
 #pragma once
 #include <fajit/cuda/hooks/approx.h>
 

@@ -44,8 +44,8 @@ class Consumer {
   static constexpr int kN = Config::kTileKv / 8;    // blocks of 8 keys
   static constexpr int kD = Config::kHeadDimV / 8;  // blocks of 8 dims of V
   static constexpr int kWarpRows = 16;
-  static constexpr bool kTakesTurns = Parts::kGroups == 2 && Hooks::kScore &&
-                                      Config::kHeadDim <= 64 && Config::kHeadDimV <= 64;
+  static constexpr bool kTakesTurns =
+      Parts::kGroups == 2 && Hooks::kScore && Config::kHeadDim <= 64 && Config::kHeadDimV <= 64;
   static constexpr int kTurnThreads = 2 * ptx::kGroupThreads;
 
  public:
