@@ -178,20 +178,17 @@ class _Terms:
         while node.op in ("mul", "div", "neg"):
             i = next(a for a in node.args if self._block.scored(self._values[a][0]))
             node = self._graph.nodes[i]
-        return i if node.op in ("tanh", "tanh_approx") else None
+        return i if node.op == "tanh" else None
 
     def _cap(self, i: int, cap: str) -> str:
-        """cap * tanh(...) in units of |cap|; in units of 2 |cap| where full tiles compute `tanh` by
-        another form."""
+        """cap * tanh(...) in units of 2 |cap|. tanh is odd: the sign of the cap goes to its operand,
+        which for `half_tanh` is an exponent of 2."""
         node = self._graph.nodes[i]
         operand = self._values[node.args[0]][0]
         value, by = self._block.products.get(operand, (operand, "1.0f"))
         by = self._host(f"ops::flipped({by}, as_int({cap}))", [by, cap])
         product = self._emit(f"ops::mul({value}, {by})", [value, by])
-        tanh = self._emit(f"ops::{node.op}({product})", [product])
-        if node.op == "tanh_approx":
-            self._unit = self._host(f"cuda::result_unit({cap})", [cap])
-            return tanh
+        tanh = self._emit(f"ops::tanh({product})", [product])
         self._unit = self._host(f"cuda::result_unit(ops::mul(2.0f, {cap}))", [cap])
         self._small_cap = self._block.emit(f"ops::is_small_cap({cap})", [cap], "bool", True)
         rate = self._host(f"ops::mul(ops::kTanhRate, {by})", [by])
