@@ -181,8 +181,8 @@ class _Terms:
         return i if node.op == "tanh" else None
 
     def _cap(self, i: int, cap: str) -> str:
-        """cap * tanh(...) in units of 2 |cap|. tanh is odd: the sign of the cap goes to its operand,
-        which for `half_tanh` is an exponent of 2."""
+        """cap * tanh(...) in units of 2 |cap|. The function is odd: the sign of the cap goes to its
+        operand, which for `half_tanh` is an exponent of 2."""
         node = self._graph.nodes[i]
         operand = self._values[node.args[0]][0]
         value, by = self._block.products.get(operand, (operand, "1.0f"))
