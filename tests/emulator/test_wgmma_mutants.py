@@ -206,6 +206,13 @@ MUTANTS = (
             (PRODUCER, "ptx::wait(ring_.landed(), num_cut_++ & 1);",
              "ptx::wait(ring_.full_values(turn_), Parts::phase(turn_));", 0),
             (PRODUCER, "ptx::arrive(ring_.full_values(turn_));", "{}", 0))),
+    # Turns of the two groups
+    plant("no first turn", "turns", STUCK, PREFILL, "if (kTakesTurns && group() == 1)",
+          "if (false)"),
+    plant("a turn is passed to the own group", "turns", (*STUCK, "barrier"), PREFILL,
+          "turn_of(group() ^ 1)", "turn_of(group())"),
+    plant("a turn is for one group", "turns", (*STUCK, "barrier"), PREFILL,
+          "kTurnThreads = 2 * ptx::kGroupThreads", "kTurnThreads = ptx::kGroupThreads"),
     # Records
     plant("a record read before it is there", "causal", RACE, PREFILL,
           f"{K_THERE}\n    {READS_RECORD}",

@@ -155,6 +155,8 @@ CALLS: dict[str, Callable[[], Made]] = {
         SomeRequests(), Shape(2, 4, 2, 50, 420, 64, 64), params={"sees": torch.tensor([0.0, 1.0])}
     ),
     "sliding": lambda: dense(fa.SlidingWindow(100), PLAIN, q_offset=520),
+    "turns": lambda: dense(fa.ALiBi(), Shape(1, 2, 2, 380, 590, 64, 64), q_offset=20),
+    "turns of a soft cap": lambda: dense(fa.SoftCap(3.0) & fa.Causal(), PLAIN, q_offset=520),
     "negative scale": lambda: dense(None, PLAIN, scale=-0.125),
     "steep": lambda: dense(None, PLAIN, scale=1.5),
     "query_mod": lambda: dense(

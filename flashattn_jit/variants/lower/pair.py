@@ -37,8 +37,8 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
             bodies.append(_absent(variant, kind, declare))
         elif kind == "score" and uniforms is not None and raw:
             parts = lower_score(graph, variant.tensors, prefix, uniforms)
-            results = (parts.whole, parts.rest, parts.at_first, parts.slope)
-            has_line = bool(parts.distances)
+            results = (parts.whole, parts.rest, parts.at_first, parts.slope, parts.exponent)
+            has_line = bool(parts.at_first)
             hooks.append((parts.block, tuple(filter(None, results))))
             bodies += _score_functions(parts, declare)
         else:
@@ -156,6 +156,7 @@ _SCORED = (
 _PAIR_HEAD = {
     "score": _SCORED,
     "rest": _SCORED,
+    "exponent": _SCORED,
     "line": "  template <class R>\n  {} Line {}([[maybe_unused]] const Context& c, "
     "[[maybe_unused]] const R& r, [[maybe_unused]] int32_t kv_first) {{",
     "mask": "  template <class R, class K>\n  {} auto {}([[maybe_unused]] const Context& c, "
@@ -174,13 +175,21 @@ def _score_functions(parts: Score, declare: str) -> list[str]:
         "\n".join(lines),
         _pair_function("score", block, [parts.whole], declare),
     ]
-    if parts.distances:
+    if parts.exponent:
+        out.append(_pair_function("exponent", block, [parts.exponent], declare))
+    if parts.at_first:
+        small = block.statements.get(parts.small_cap)
         out += [
+            f"  static constexpr bool kSlope = {str(bool(parts.slope)).lower()};\n"
+            f"  static constexpr bool kSoftCap = {str(bool(parts.exponent)).lower()};\n"
             "  struct Line { float at_first, slope; };",
             _pair_function("rest", block, [parts.rest], declare),
-            _pair_function("line", block, [parts.at_first, parts.slope], declare),
-            f"  {declare} bool is_line(const Interval& k, const Interval& q) {{\n"
-            f"    return {parts.is_line()};\n  }}",
+            _pair_function("line", block, [parts.at_first, parts.slope or "0.0f"], declare),
+            f"  {declare} bool is_line([[maybe_unused]] const Context& c, "
+            "[[maybe_unused]] const Interval& k,\n"
+            "                      [[maybe_unused]] const Interval& q) {\n"
+            + (f"    {block.line(small)}\n" if small else "")
+            + f"    return {parts.is_line()};\n  }}",
         ]
     return out
 

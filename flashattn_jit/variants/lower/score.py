@@ -15,6 +15,10 @@ costs one multiply-add by a constant column. `|kv_idx - q_idx|` is linear where 
 Nothing but the sum reads the float that such a distance becomes: the term is rounded differently,
 by about an ulp, and everything else is as written. Tiles where the distance leaves int32 or changes
 its sign (`is_line`) are handled as partial ones, whose pairs compute the `whole` result.
+
+Of a soft cap, `cap * tanh(s / cap)`, the sign goes to the function's operand, so that |cap| is part
+of the unit too. If the cap is small, full tiles compute `tanh` with a small absolute error, by half
+as many instructions (`fajit/cuda/hooks/soft_cap.h`), up to a constant that is a term of the base.
 """
 
 from __future__ import annotations
@@ -41,8 +45,10 @@ class Distance:
 
 @dataclass(frozen=True)
 class Score:
-    """Names of the values of a score_mod. unit: "" for 1. rest, at_first and slope: "" where no
-    term is linear, and distances are those of the terms that are."""
+    """Names of the values of a score_mod. unit: "" for 1. rest and at_first: "" where full tiles
+    compute the `whole` result; slope: "" where no term is linear, and distances are those of the
+    terms that are. exponent: where full tiles compute a short `tanh`, its operand as an exponent of
+    2; "" elsewhere. small_cap: whether they do."""
 
     block: Block
     whole: str
@@ -51,13 +57,16 @@ class Score:
     at_first: str = ""
     slope: str = ""
     distances: tuple[Distance, ...] = ()
+    exponent: str = ""
+    small_cap: str = ""
 
     def is_line(self) -> str:
         """The C++ condition that all terms are linear over a tile's rows `q` and keys `k`."""
-        return " && ".join(
+        lines = [
             f"cuda::is_line<{str(d.folded).lower()}>(k, q, {d.key}, {d.query}, {d.constant})"
             for d in dict.fromkeys(self.distances)
-        )
+        ]
+        return " && ".join([*filter(None, [self.small_cap]), *lines])
 
 
 def lower_score(
@@ -78,7 +87,7 @@ class _Terms:
 
     def __init__(self, graph: Graph, block: Block, values: Sequence[Sequence[str]]) -> None:
         self._graph, self._block, self._values = graph, block, values
-        self._unit = self._inverse = ""
+        self._unit = self._inverse = self._exponent = self._small_cap = ""
 
     def score(self) -> Score:
         terms = list(self._split(self._graph.output, False))
@@ -89,6 +98,8 @@ class _Terms:
         if self._unit:
             self._inverse = self._host(f"ops::div(1.0f, {self._unit})", [self._unit])
         at_first = slope = ""
+        if self._exponent:
+            rest, at_first = "s", "-0.5f"  # s: of `half_tanh`
         distances, of_rows = [], []
         for node, negative in terms:
             if (node, negative) == scored[0]:
@@ -105,11 +116,14 @@ class _Terms:
                 rest = self._sum(rest, term, negative)
             else:
                 of_rows.append((term, negative))
-        if not distances:
+        if not distances and not self._exponent:
             return Score(self._block, whole, self._unit)
         for term, negative in of_rows:
             at_first = self._sum(at_first, term, negative)
-        return Score(self._block, whole, self._unit, rest, at_first, slope, tuple(distances))
+        return Score(
+            self._block, whole, self._unit, rest, at_first, slope, tuple(distances),
+            self._exponent, self._small_cap,
+        )  # fmt: skip
 
     def _emit(self, text: str, uses: Sequence[str]) -> str:
         return self._block.emit(text, uses, "float")
@@ -150,10 +164,36 @@ class _Terms:
         if negative:
             name = block.times(name, "-1.0f")
         value, factor = block.products.get(name, (name, ""))
+        capped = self._capped(i) if factor else None
+        if capped is not None and value == self._values[capped][0]:
+            return self._cap(capped, factor)
         if factor in block.positive:
             self._unit = self._host(f"cuda::result_unit({factor})", [factor])
             return value
         return block.value(name)
+
+    def _capped(self, i: int) -> int | None:
+        """The node of a `tanh` of the score of which node i is a multiple."""
+        node = self._graph.nodes[i]
+        while node.op in ("mul", "div", "neg"):
+            i = next(a for a in node.args if self._block.scored(self._values[a][0]))
+            node = self._graph.nodes[i]
+        return i if node.op == "tanh" else None
+
+    def _cap(self, i: int, cap: str) -> str:
+        """cap * tanh(...) in units of 2 |cap|. The function is odd: the sign of the cap goes to its
+        operand, which for `half_tanh` is an exponent of 2."""
+        node = self._graph.nodes[i]
+        operand = self._values[node.args[0]][0]
+        value, by = self._block.products.get(operand, (operand, "1.0f"))
+        by = self._host(f"ops::flipped({by}, as_int({cap}))", [by, cap])
+        product = self._emit(f"ops::mul({value}, {by})", [value, by])
+        tanh = self._emit(f"ops::tanh({product})", [product])
+        self._unit = self._host(f"cuda::result_unit(ops::mul(2.0f, {cap}))", [cap])
+        self._small_cap = self._block.emit(f"ops::is_small_cap({cap})", [cap], "bool", True)
+        rate = self._host(f"ops::mul(ops::kTanhRate, {by})", [by])
+        self._exponent = self._emit(f"ops::mul({value}, {rate})", [value, rate])
+        return self._emit(f"ops::mul(0.5f, {tanh})", [tanh])
 
     def _in_units(self, i: int) -> str:
         """A term without the score, divided by the unit: by way of a factor that fewer pairs share,

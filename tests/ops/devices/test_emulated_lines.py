@@ -29,6 +29,11 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "two lines": lambda s, b, h, i, j: (s + SLOPES[h] * (j - i)) - abs(j - i - 7) * 0.125 + i * 0.5,
     "beside others": lambda s, b, h, i, j: -s - 0.25 * -(j - i) + torch.where(j > i, SLOPES[h], 0),
     "inside a function": lambda s, b, h, i, j: 4 * torch.tanh((s + SLOPES[h] * (j - i)) / 4),
+    "a soft cap": lambda s, b, h, i, j: 5 * torch.tanh(s / 5),
+    "a negative soft cap": lambda s, b, h, i, j: -4 * torch.tanh(s / 3) + SLOPES[h] * (j - i),
+    "a soft cap of a sum": lambda s, b, h, i, j: 2 - 9 * torch.tanh((0.01 * j - s) / 7) - j * 0.5,
+    "a large soft cap": lambda s, b, h, i, j: 1e6 * torch.tanh(s / 1e6),
+    "an approximate soft cap": lambda s, b, h, i, j: -3 * fa.tanh_approx(-s / 3) + h * 0.5,
     "read twice": lambda s, b, h, i, j: torch.where((j - i).float() == 5.0, 3.0, s) + (j - i) * 0.1,
     "an infinite row": lambda s, b, h, i, j: (
         s + 0.25 * (j - i) - torch.where(i % 3 > 0, 0, torch.inf)
@@ -41,12 +46,15 @@ HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def near(variant: Any, q_len: int, kv_len: int, *, lse_atol: float = 1e-2, **options: Any) -> None:
+def near(
+    variant: Any, q_len: int, kv_len: int, *, lse_atol: float = 1e-2,
+    target: str = "emulated:sm_80", **options: Any,
+) -> None:  # fmt: skip
     """The kernel of an emulated target, against the reference in fp64."""
     generator = torch.Generator().manual_seed(q_len)
     q, k, v = (torch.randn(1, 2, n, 64, generator=generator) for n in (q_len, kv_len, kv_len))
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    out, lse = fa.attention(q, k, v, variant, target="emulated:sm_80", return_lse=True, **options)
+    out, lse = fa.attention(q, k, v, variant, target=target, return_lse=True, **options)
     variant = fa.variant(score_mod=variant) if callable(variant) else variant
     expected, wanted = variant.reference(
         q.double(), k.double(), v.double(), return_lse=True, **options
@@ -67,6 +75,14 @@ def test_steep_lines(slope: float) -> None:
 @pytest.mark.parametrize("q_len", [3, 70])
 def test_full_and_partial_tiles_agree(hook: str, q_len: int) -> None:
     near(HOOKS[hook], q_len, 391, q_offset=130)
+
+
+@pytest.mark.parametrize("cap", [1e-30, 0.5, -50.0, 256.0, 257.0, 1e6, 1e30])
+@pytest.mark.parametrize("target", ["emulated:sm_80", "emulated:sm_90"])
+def test_soft_caps_of_any_size(cap: float, target: str) -> None:
+    """Those beyond 256 take the form of partial tiles: with the short one all of the last two
+    would be wrong."""
+    near(fa.SoftCap(cap), 70, 391, target=target, lse_atol=3e-4)
 
 
 @pytest.mark.parametrize("scale", [-0.125, 0.0, 3.0])

@@ -253,7 +253,7 @@ class KvWalk {
       } else {
         state = classify(rows, k0, k1);
         if constexpr (kHasLines<Config, Hooks>)
-          line = Hooks::is_line(Interval{k0, k1 - 1}, Interval{rows.q_first, rows.q_last});
+          line = Hooks::is_line(c_, Interval{k0, k1 - 1}, Interval{rows.q_first, rows.q_last});
       }
     }
     s.visit = __ballot_sync(ptx::kAllLanes, state != FAJIT_TILE_EMPTY);

@@ -5,6 +5,7 @@
 #pragma once
 #include <fajit/cuda/common/kv_walk.h>
 #include <fajit/cuda/common/units.h>
+#include <fajit/cuda/hooks/soft_cap.h>
 
 namespace fajit::cuda {
 
@@ -69,7 +70,7 @@ FAJIT_DEV int32_t key_position(const KvTile& tile, [[maybe_unused]] uint32_t lis
   return tile.begin + r;
 }
 
-// Whether part of the scores of a full tile is a line per row: `Hooks::line`.
+// Whether the scores of a full tile lack a term per row, of a line or of a soft cap: `Hooks::line`.
 template <bool kMasked, class Config, class Hooks>
 inline constexpr bool kByLine = !kMasked && kHasLines<Config, Hooks>;
 
@@ -106,6 +107,20 @@ FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_fi
     [[maybe_unused]] int32_t pair[2] = {};
     if constexpr (Config::kSparse && (kMasked || kReadsKeys))
       ptx::load_word_pair(pair, listed + (n * 8 + ptx::lane_index() % 4 * 2) * 4);
+    if constexpr (kLine) {
+      if constexpr (Hooks::kSoftCap) {
+        const int32_t first = tile.begin + n * 8 + ptx::lane_index() % 4 * 2;
+        const auto key = Hooks::keys(c, item.request, kv_h, first);
+        const auto next = Hooks::keys(c, item.request, kv_h, first + 1);
+#pragma unroll
+        for (int i = 0; i < 2 * kM; ++i) {
+          float* const x = s[i / 2][n] + i % 2 * 2;
+          x[0] = Hooks::exponent(c, x[0], row[i], key);
+          x[1] = Hooks::exponent(c, x[1], row[i], next);
+          ops::half_tanh(x[0], x[1]);
+        }
+      }
+    }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       // Unsigned: a position past the end may exceed the range of int32.
@@ -135,7 +150,8 @@ FAJIT_DEV void hook_scores(float (&s)[kM][kN][4], [[maybe_unused]] float (&at_fi
           key = Hooks::keys(c, packed[i].b, kv_h, kv_idx);
         if constexpr (kNatural) x *= units.score;
         if constexpr (kLine) {
-          x = fmaf(slope[i], static_cast<float>(n * 8 + j), Hooks::rest(c, x, row[i], key));
+          x = Hooks::rest(c, x, row[i], key);
+          if constexpr (Hooks::kSlope) x = fmaf(slope[i], static_cast<float>(n * 8 + j), x);
         } else if constexpr (Hooks::kScore) {
           x = Hooks::score(c, x, row[i], key);
         }

@@ -3,6 +3,7 @@
 // of keys.
 #pragma once
 #include <fajit/cuda/hooks/math.h>
+#include <fajit/cuda/hooks/soft_cap.h>
 #include <fajit/cuda/hooks/storage.h>
 #include <fajit/hook_ops.h>
 

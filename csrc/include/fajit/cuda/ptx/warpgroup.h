@@ -37,4 +37,12 @@ FAJIT_DEV void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// A named barrier of `threads` threads: those that wait for it, and those that only arrive.
+FAJIT_DEV void wait_named(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+FAJIT_DEV void arrive_named(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
 }  // namespace fajit::ptx
