@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from .pages import NULL, Pages
 from .tree import DIGEST_BYTES, Node, Root, page_digest
@@ -60,7 +61,10 @@ def _check_pages(cache: Cache, group: int, pages: Pages) -> None:
     assert evictable == pages.num_evictable, f"{where}evictable pages are miscounted"
     assert len(free) + used + evictable == pages.num_pages, f"{where}a page is lost"
     for tensor in pages.memory:
-        assert not tensor[NULL].any(), f"{where}the null page was written"
+        page = tensor[NULL]
+        if page.element_size() == 1:  # torch has no any() of fp8 on devices
+            page = page.view(torch.uint8)
+        assert not page.any(), f"{where}the null page was written"
 
 
 def _check_node(cache: Cache, node: Node) -> None:

@@ -139,3 +139,29 @@ def test_batches_over_pages(kv_format, target) -> None:
         for t in (torch.float64, q.dtype)
     )
     assert_close(out, exact, eager)
+
+
+@pytest.mark.parametrize("kv_format", turn(2, [INT8, INT4, Format("nf4", group=32)]), ids=named)
+@pytest.mark.parametrize("target", turn(2, TARGETS))
+@pytest.mark.parametrize("kind", ["token lists", "token lists and RoPE", "cascade"])
+def test_keys_of_other_plans(kv_format, target, kind) -> None:
+    """Lists of keys, and keys that requests share, against the CPU's kernels."""
+    q = normal(0, 3, 4, 64).to(dtype_of(target))
+    pages = [kv_format.quantize(normal(i, 20, 8, 2, 64)) for i in (1, 2)]
+    tables = [[0, 1, 2, 3 + b, 6 + b] for b in range(3)]
+    order = torch.tensor(tables, dtype=torch.int32).flatten()
+    paged = fa.Paged(indptr([5] * 3), order, torch.tensor([8, 3, 1]), 8)
+    made = fa.CascadeAttention if kind == "cascade" else fa.BatchAttention
+    results = []
+    for where in (f"emulated:{target}", None):
+        batch = made(
+            fa.RoPE() if "RoPE" in kind else None, num_q_heads=4, num_kv_heads=2, head_dim=64,
+            q_dtype=q.dtype, kv_format=kv_format, target=where,
+        )  # fmt: skip
+        if kind == "cascade":
+            batch.plan(fa.cascade_levels(indptr([1] * 3), paged))
+        else:
+            lists = torch.tensor([[3, 0, 30, 17, 39], [9, 10, 11, -1, -1], [32, 1, 2, 3, 4]])
+            batch.plan(indptr([1] * 3), paged, sparsity=fa.TokenSparse(lists))
+        results.append(batch.run(q, *pages).float())
+    torch.testing.assert_close(*results, rtol=2e-2, atol=1e-2)

@@ -86,8 +86,8 @@ std::vector<std::string> detect_features() { return {}; }
 
 #endif
 
-// The first word of a file, empty where it cannot be read. By C's stdio: with torch 2.11 and g++ 13,
-// std::ifstream crashed in this library; the cause is not known.
+// The first word of a file, empty where it cannot be read. By C's stdio: with torch 2.11 and g++
+// 13, std::ifstream crashed in this library; the cause is not known.
 std::string first_word(const std::string& path) {
   char word[32] = "";
   if (std::FILE* file = std::fopen(path.c_str(), "re")) {
