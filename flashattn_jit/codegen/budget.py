@@ -163,9 +163,13 @@ def loaded_bytes(spec: KernelSpec) -> int:
 def _decoded_numbers(spec: KernelSpec) -> int:
     """Floats that a row of codes needs for its scales and zero points: see `Widening`."""
     count = 0
-    for hook, head_dim in (("key_mod", spec.head_dim), ("value_mod", spec.head_dim_v)):
+    for hook, head_dim, dtype in (
+        ("key_mod", spec.head_dim, spec.k_dtype), ("value_mod", spec.head_dim_v, spec.v_dtype),
+    ):  # fmt: skip
         found = row_numbers(spec.variant.hook(hook), spec.variant.tensors)
-        if found is not None and head_dim % (8 * len(found.scales)) == 0:
+        if found is None or (found.codebook >= 0 and DTYPE_BYTES[dtype] != 0.5):
+            continue
+        if head_dim % (8 * len(found.scales)) == 0:
             count += len(found.scales) + len(found.zeros)
     return count
 

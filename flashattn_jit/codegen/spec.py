@@ -180,9 +180,9 @@ def cuda_dtypes(target: str) -> tuple[str, ...]:
     """The dtypes of q, k and v on a CUDA target, which multiplies them on matrix units.
 
     All three have one dtype, with fp32 accumulate; but keys and values may be codes, which become
-    that dtype on chip. float32 is not supported: three tf32 products
-    would run at a third of the rate, double the shared memory of every tile and keep 21 bits of
-    each operand. CPU targets have fp32's accuracy, bfloat16 has the speed.
+    that dtype on chip. float32 is not supported: three tf32 products would run at a third of the
+    rate, double the shared memory of every tile and keep 21 bits of each operand. CPU targets have
+    fp32's accuracy, bfloat16 has the speed.
     """
     return ("bfloat16", "float16") if sm_version(target) >= 80 else ("float16",)
 

@@ -50,6 +50,39 @@ def test_every_format(kv_format, target, rows) -> None:
     check(q, *stored, fa.Causal(), target)
 
 
+@pytest.mark.parametrize("kv_format", [Format("e5m2"), INT8], ids=named)
+@pytest.mark.parametrize(("target", "factor"), [("sm_75", 0.05), ("sm_90", 1e-3), ("sm_80", 1e4)])
+def test_scales_of_any_size(kv_format, target, factor) -> None:
+    """A weight times a scale may be no number of float16, where the value is one."""
+    q, k, v = tensors(3, 64, 64)
+    q, v = q.half() * 0.1, (v + 1.0) * factor
+    stored = [kv_format.quantize(x, heads_dim=1) for x in (k, v)]
+    out = fa.attention(q, *stored, target=f"emulated:{target}")
+    exact, eager = (
+        attention_reference(q, *stored, dtype=dtype)[0] for dtype in (torch.float64, q.dtype)
+    )
+    assert_close(out, exact, eager)
+
+
+class Book(fa.Variant):
+    """A lookup like that of a codebook, by a user."""
+
+    book = fa.tensor(16)
+
+    def key_mod(self, row, b, kv_h, kv_idx):
+        return self.book[(row + 8.0).to(torch.int32)] * 2.0
+
+
+@pytest.mark.parametrize("code", ["int8", "bfloat16"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_lookups_that_are_no_codebook(code, rows) -> None:
+    q, k, v = tensors(rows, 64, 64)
+    k = (k * 3).round().clamp(-8, 7).to(getattr(torch, code))
+    variant = Book(book=torch.linspace(-1, 1, 16))
+    v = v.bfloat16() if code == "int8" else INT8.quantize(v, heads_dim=1)
+    check(q, k, v, variant, "sm_80")
+
+
 SIDES = {
     "keys alone": (INT8, None), "values alone": (None, INT4), "both": (Format("e4m3"), INT4),
     "codebooks": (Format(LLOYD, group=16), Format("nf4", scale_dtype=torch.float16)),

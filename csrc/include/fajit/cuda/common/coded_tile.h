@@ -14,8 +14,10 @@ struct CodedTile {
   using VLayout = RowLayout<Config::kDimV>;
   using Keys = Widening<typename CodesOf<Config>::Keys, typename Hooks::KeyNumbers, Element,
                         KLayout, Config::kHeadDim, Hooks::kKeyMod, kFolds>;
-  using Values = Widening<typename CodesOf<Config>::Values, typename Hooks::ValueNumbers, Element,
-                          VLayout, Config::kHeadDimV, Hooks::kValueMod, kFolds>;
+  // A weight times a scale may be beyond the numbers of float16, or subnormal there.
+  using Values =
+      Widening<typename CodesOf<Config>::Values, typename Hooks::ValueNumbers, Element, VLayout,
+               Config::kHeadDimV, Hooks::kValueMod, kFolds && Element::kBfloat16>;
 
   static constexpr int kKeyPitch = Keys::Rows::kPitch, kValuePitch = Values::Rows::kPitch;
   // Groups of channels whose scales the products apply; 0: those of rows are applied here.

@@ -43,6 +43,7 @@ class FewRow {
   using Keys = KeyRows<Config, !Config::kSparse && !Config::kBlockMask>;
   using Walk = KvWalk<Config, Hooks, kKeys, Config::kTileKv>;
   static_assert(Config::kTileQ == 16, "one block of 16 rows");
+  static_assert(kStages >= 2, "a tile is loaded while another is in use");
   static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the location of one key");
 
   // Shared memory: Q, the warps' rings, addresses and walk of each warp, rings of key list entries,
@@ -103,9 +104,7 @@ class FewRow {
               end_of_positions<Config>(a_, item_), walk_);
     start_queries();
 
-    // With one buffer (sm_75, whose loads go through registers) a tile is loaded just before its
-    // use.
-    constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
+    constexpr int kAhead = kStages - 1;
     KvTile tiles[kAhead + 2];  // in use, in flight, and the next, whose location is known
     tiles[0] = walk.next();
     KeyLocation location = own_location(tiles[0]);
@@ -125,10 +124,8 @@ class FewRow {
       __syncwarp();
       tiles[kAhead + 1] = walk.next();
       const KeyLocation next = own_location(tiles[kAhead + 1]);
-      if constexpr (kStages > 1) {
-        load_pair(tiles[kAhead], location, stage == 0 ? kStages - 1 : stage - 1);
-        location = next;
-      }
+      load_pair(tiles[kAhead], location, stage == 0 ? kStages - 1 : stage - 1);
+      location = next;
 
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
       const uint32_t listed = listed_ + stage * kListedBytes;
@@ -136,7 +133,7 @@ class FewRow {
       const int next_stage = stage == kStages - 1 ? 0 : stage + 1;
       if constexpr (kCodes) {
         coded(tiles[0], listed).put(held);
-        if constexpr (kStages > 1) next_held = load_numbers(tiles[1], next_stage);
+        next_held = load_numbers(tiles[1], next_stage);
         coded(tiles[0], listed).widen_keys(keys, 0, k, held);
       } else {
         change_rows(tiles[0], k, listed);
@@ -162,12 +159,6 @@ class FewRow {
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) tiles[i] = tiles[i + 1];
       stage = next_stage;
-      if constexpr (kStages == 1) {
-        __syncwarp();
-        load_pair(tiles[0], location, 0);
-        location = next;
-        if constexpr (kCodes) next_held = load_numbers(tiles[0], 0);
-      }
       held = next_held;
     }
     ptx::wait_copies<0>();

@@ -22,9 +22,8 @@ namespace fajit::cuda {
 //
 // kBits: of a code. values<N>(): codes [first, first + 8) of a row of N as floats, for a `first`
 // that is a multiple of 8. pairs<Element, N>(): the same as four words of two 16-bit values, which
-// have all codes exactly. Both return bits, of which those in kSpecial say that there is an
-// infinity or NaN among the codes, for which they are wrong. one<N>(): code i of a row of N, any
-// code.
+// hold every code exactly. Both are wrong for infinities and NaN, and return a word in which a bit
+// of kSpecial is set if there may be one. one<N>(): code i of a row of N, any code.
 constexpr uint32_t kSpecial = 0x80808080;
 
 // 2^23 + a byte, as a float, is exact; less 2^23 and what the byte is off by, it is the code.
@@ -33,7 +32,7 @@ FAJIT_DEV float plus_two23(uint32_t word, int byte) {
   return __uint_as_float(ptx::pick_bytes(word, 0x4b000000, 0x7440 | byte));
 }
 
-// A constant in a register: prmt has one immediate operand, which is better its order.
+// A constant in a register: prmt takes one immediate operand, which should be the order of bytes.
 FAJIT_DEV uint32_t kept(uint32_t constant) {
   asm("" : "+r"(constant));
   return constant;
@@ -285,8 +284,9 @@ struct NoNumbers {
 
 // Turns kRows rows of codes into rows [first_row, first_row + kRows) of a tile, which begins at a
 // multiple of 8; rows from `count` on and columns from HeadDim on become zeros. get(y, r, first): 8
-// values of row r from column `first` on, two a word; both exist. It returns bits: see kSpecial.
-// exact(y, r, first): the same of any codes. Called by all lanes of a warp.
+// values of row r from column `first` on, two a word; both exist. It returns a word: see kSpecial.
+// exact(y, r, first): the same of any codes, where floats of 8 bits may be infinite or NaN. Called
+// by all lanes of a warp.
 template <class Layout, int HeadDim, int kRows, class Get, class Exact>
 FAJIT_DEV void widen(unsigned char* tile, int first_row, int count, Get get, Exact exact) {
   constexpr int kChunks = Layout::kDim / 8, kStep = 32 / kChunks;
@@ -344,12 +344,6 @@ FAJIT_DEV void widen(unsigned char* tile, int first_row, int count, Get get, Exa
 
 // --- a side of a tile --------------------------------------------------------------------------
 
-// Groups of rows: at least one.
-template <int kGroups>
-struct Chunks {
-  static constexpr int k = kGroups > 0 ? kGroups : 1;
-};
-
 template <bool kFirst, class A, class B>
 struct Select {
   using Type = A;
@@ -367,12 +361,14 @@ struct Select<false, A, B> {
 template <class Codes, class Numbers, class Element, class Layout, int HeadDim, bool kHook,
           bool kFolds>
 struct Widening {
-  static constexpr int kGroups = Numbers::kGroups;
-  // Groups whose chunks have one number each; others are the hook's.
-  static constexpr bool kDecodes = kGroups > 0 && HeadDim % (8 * Chunks<kGroups>::k) == 0;
-  static constexpr bool kFolded = kFolds && kDecodes && !Numbers::kZeros &&
-                                  Numbers::kCodebook < 0 &&
-                                  (kGroups == 1 || HeadDim % (16 * Chunks<kGroups>::k) == 0);
+  static constexpr int kGroups = Numbers::kGroups, kParts = kGroups > 0 ? kGroups : 1;
+  // Groups whose chunks have one number each, and lookups of codes of 4 bits; others are the
+  // hook's.
+  static constexpr bool kLooksUp = Numbers::kCodebook >= 0;
+  static constexpr bool kDecodes =
+      kGroups > 0 && HeadDim % (8 * kParts) == 0 && (!kLooksUp || Codes::kBits == 4);
+  static constexpr bool kFolded = kFolds && kDecodes && !Numbers::kZeros && !kLooksUp &&
+                                  (kGroups == 1 || HeadDim % (16 * kParts) == 0);
   using Used = typename Select<kDecodes, Numbers, NoNumbers>::Type;
   static constexpr int kNumbers = Used::kCount;
   using Rows = CodeRows<Codes, HeadDim>;
@@ -389,7 +385,9 @@ struct Widening {
     if (exists) load_from<0>(held, c, request, kv_h, position);
     if constexpr (Used::kCodebook >= 0) {
       const fajit_tensor& book = c.tensor(Used::kCodebook);
-      held.entry = static_cast<const float*>(book.ptr)[ptx::lane_index() % 16 * book.strides[0]];
+      // Tables of 16; a shorter one, of a user's hook, is read to its end.
+      const int64_t entry = min(ptx::lane_index() % 16, static_cast<int>(book.sizes[0]) - 1);
+      held.entry = static_cast<const float*>(book.ptr)[entry * book.strides[0]];
     }
     return held;
   }
