@@ -132,7 +132,7 @@ MUTANTS = (
            kinds=RACE),
     # Barriers of the block
     Mutant("keys read before the barrier", PREFILL, BARRIER, "", "prefill sm_75", 2, RACE),
-    Mutant("values read before the barrier", PREFILL, BARRIER, "", "prefill sm_75", 3, RACE),
+    Mutant("values read before the barrier", PREFILL, BARRIER, "", "prefill sm_75", 4, RACE),
     Mutant("tiles read before the barrier", PREFILL, BARRIER, "", "prefill", 2, RACE),
     Mutant("tiles overwritten by states", PREFILL, BARRIER, "", "prefill states", -1, RACE),
     Mutant("rotated keys read before the barrier", PREFILL, BARRIER, "", "rotated", 0, RACE),
@@ -196,7 +196,7 @@ MUTANTS = (
     # Masks and sums
     Mutant("the sign of the scale", PREFILL, "if (units_.query != 1.0f)", "if (false)",
            "prefill negative"),
-    Mutant("no mask on the last tile", WALK, " && s.end - first >= kKeys", "", "decode short"),
+    Mutant("no mask on the last tile", WALK, " && s.end - first >= keys", "", "decode short"),
     Mutant("one key too many", SCORES, "position < static_cast<uint32_t>(tile.end)",
            "position <= static_cast<uint32_t>(tile.end)", "decode short"),
     Mutant("the mask of the tile before", SCORES,
