@@ -166,7 +166,7 @@ def test_the_table_is_bounded() -> None:
         ("add.s32 %r1, %w2, %r3;", "'%w2' has another width"),
         ("add.s32 %r1, %r2;", "has 2 operands"),
         ("call.uni helper;", "a call: only kernels whose functions are all inlined"),
-        ("fma.rn.bf16x2 %r1, %r1, %r1, %r1;", "not for this type"),
+        ("fma.rn.sat.f16x2 %r1, %r1, %r1, %r1;", "not for this type"),
         ("mov.u32 %r1, nowhere;", "unknown name 'nowhere'"),
         ("bra nowhere;", "unknown label 'nowhere'"),
         ("shfl.up.b32 %r1, %r1, %r1, 0;", "expected .sync"),
