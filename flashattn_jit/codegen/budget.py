@@ -124,17 +124,22 @@ def _wgmma_bytes(spec: KernelSpec, query_stages: int) -> int:
     ring = _panels_bytes(spec.tile_kv, spec.head_dim) + _panels_bytes(spec.tile_kv, spec.head_dim_v)
     queries = query_stages * _panels_bytes(spec.tile_q, spec.head_dim)
     tiles = queries + spec.num_stages * ring
-    runs = 4 if _walk_bytes(spec) > 32 else 0
+    runs = 4 if _walks_by_chunks(spec) else 0
     count = 4 * spec.num_stages + query_stages * spec.tile_q // 32 + 1 + 2 * runs
     barriers = _up(8 * count, 16)
     warps = 32 * spec.num_warps + _walk_bytes(spec) + consumers * row_temps(spec.variant) * 4
     return tiles + barriers + 16 * (spec.num_stages + runs) + warps
 
 
-def _walk_bytes(spec: KernelSpec) -> int:
-    """The state of a warp's walk over the keys (`common/kv_walk.h`)."""
+def _walks_by_chunks(spec: KernelSpec) -> bool:
+    """Whether a walk classifies chunks of tiles first (`common/kv_walk.h`)."""
     masked = spec.variant.has("mask_mod") or "block_mask" in spec.features
-    return 48 if masked and "sparse" not in spec.features else 32
+    return masked and "sparse" not in spec.features
+
+
+def _walk_bytes(spec: KernelSpec) -> int:
+    """The state of a warp's walk over the keys."""
+    return 48 if _walks_by_chunks(spec) else 32
 
 
 def warpgroup_registers(spec: KernelSpec) -> tuple[int, int]:

@@ -111,7 +111,8 @@ std::array<int64_t, 3> detect_cache_sizes() {
     const std::string index = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i);
     const std::string level = first_word(index + "/level");
     if (level.empty()) break;
-    if (level < "1" || level > "3" || first_word(index + "/type") == "Instruction") continue;
+    if (level != "1" && level != "2" && level != "3") continue;
+    if (first_word(index + "/type") == "Instruction") continue;
     sizes[static_cast<size_t>(level[0] - '1')] = bytes_of(first_word(index + "/size"));
   }
   return sizes;

@@ -1,4 +1,4 @@
-// Bytes of registers, and halves of them as floats. Each function is one instruction.
+// Bytes and halves of registers. Each function is one instruction.
 #pragma once
 #include <fajit/cuda/ptx/device.h>
 
@@ -9,12 +9,6 @@ FAJIT_DEV uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t order) {
   uint32_t picked;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(a), "r"(b), "r"(order));
   return picked;
-}
-
-FAJIT_DEV float half_to_float(uint32_t half) {
-  float x;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(half)));
-  return x;
 }
 
 // a b + c of two values each, rounded once.

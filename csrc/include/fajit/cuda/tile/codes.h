@@ -9,12 +9,12 @@
 // row instead, from the codes to the tile.
 #pragma once
 #include <fajit/context.h>
+#include <fajit/cuda/hooks/storage.h>
 #include <fajit/cuda/ptx/bytes.h>
 #include <fajit/cuda/ptx/copy.h>
 #include <fajit/cuda/ptx/warp.h>
 #include <fajit/cuda/tile/element.h>
 #include <fajit/cuda/tile/row_layout.h>
-#include <fajit/interval.h>
 
 namespace fajit::cuda {
 
@@ -133,7 +133,7 @@ struct Int4Codes {
 
 // Floats of 8 bits are the upper bytes of halves, after a shift: kShift bits further down the same
 // exponent stands for 2^-kDown times as much. From kLast on, magnitudes are infinite or NaN.
-template <int kShift, int kDown, uint32_t kLast>
+template <int kShift, int kDown, uint32_t kLast, float (*kToFloat)(uint8_t)>
 struct FloatCodes {
   static constexpr int kBits = 8;
   template <class Element, int N>
@@ -156,18 +156,14 @@ struct FloatCodes {
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       const uint32_t pair = halves(raised(i < 4 ? words.x : words.y, i % 4));
-      x[i] = ptx::half_to_float(pair) * kScale;
-      x[i + 1] = ptx::half_to_float(pair >> 16) * kScale;
+      x[i] = Float16::to_float(static_cast<uint16_t>(pair)) * kScale;
+      x[i + 1] = Float16::to_float(static_cast<uint16_t>(pair >> 16)) * kScale;
     }
     return last_in(words);
   }
   template <int N>
   static FAJIT_DEV float one(const unsigned char* row, int i) {
-    const uint32_t code = row[i], magnitude = code & 0x7f;
-    if (magnitude == 0x7f || (magnitude >= kLast && magnitude % 4 != 0))
-      return __uint_as_float(0x7fc00000);
-    if (magnitude >= kLast) return __uint_as_float(code == magnitude ? 0x7f800000 : 0xff800000);
-    return ptx::half_to_float(halves(code << 8)) * kScale;
+    return kToFloat(row[i]);
   }
 
  private:
@@ -181,8 +177,8 @@ struct FloatCodes {
     return ((words.x & 0x7f7f7f7f) + kToBit7) | ((words.y & 0x7f7f7f7f) + kToBit7);
   }
 };
-using E4m3Codes = FloatCodes<1, 8, 0x7f>;
-using E5m2Codes = FloatCodes<0, 0, 0x7c>;
+using E4m3Codes = FloatCodes<1, 8, 0x7f, ops::e4m3_to_float>;
+using E5m2Codes = FloatCodes<0, 0, 0x7c, ops::e5m2_to_float>;
 
 // Keys or values that are no codes, beside ones that are.
 template <class Element>

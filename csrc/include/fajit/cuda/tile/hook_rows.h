@@ -1,6 +1,7 @@
 // A row in shared memory, as passed to row hooks: `row[i]` reads, `row.write(i, x)` rounds and
 // stores.
 #pragma once
+#include <fajit/cuda/ptx/warp.h>
 #include <fajit/cuda/tile/element.h>
 #include <fajit/cuda/tile/row_layout.h>
 

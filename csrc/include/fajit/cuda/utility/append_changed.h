@@ -7,7 +7,7 @@
 // a hook is copied; one that becomes codes goes through shared memory as floats.
 #pragma once
 #include <fajit/cuda/hooks/row_hooks.h>
-#include <fajit/cuda/tile/element.h>
+#include <fajit/cuda/tile/hook_rows.h>
 #include <fajit/cuda/utility/append_paged_kv.h>
 #include <fajit/cuda/utility/quantize.h>
 #include <fajit/interval.h>
@@ -22,14 +22,6 @@ struct MovedRow {
 
   FAJIT_DEV float operator[](int i) const { return Element::to_float(from[i]); }
   FAJIT_DEV void write(int i, float x) const { to[i] = round_to<Element>(x); }
-};
-
-// A row of floats that is changed in place.
-struct FloatRow {
-  float* x;
-
-  FAJIT_DEV float operator[](int i) const { return x[i]; }
-  FAJIT_DEV void write(int i, float value) const { x[i] = value; }
 };
 
 template <class Config, class Hooks>

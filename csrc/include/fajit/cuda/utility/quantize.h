@@ -86,7 +86,7 @@ struct Numbers {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   }
   FAJIT_DEV float widened(uint32_t bits) const {
-    if (dtype == kHalf) return ptx::half_to_float(bits);
+    if (dtype == kHalf) return Float16::to_float(static_cast<uint16_t>(bits));
     return as_float(dtype == kFloat ? bits : bits << 16);
   }
 };
