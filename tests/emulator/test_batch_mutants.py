@@ -142,7 +142,7 @@ MUTANTS = (
            "first = max(first - lists.end,", "sparse tokens"),
     Mutant("positions of the tile before", PREFILL, "turn ^= 1;", "", "sparse one stage"),
     Mutant("positions written while they are read", PREFILL, "kept, turn ^ 1)",
-           "kept, turn)", "sparse one stage", 1, RACE),
+           "kept, turn)", "sparse one stage", 2, RACE),
     Mutant("positions of another stage", FEW_ROW, "listed_ + stage * kListedBytes;", "listed_;",
            "sparse"),
 )  # fmt: skip

@@ -320,12 +320,6 @@ def wrong_calls() -> dict[str, tuple[Any, str]]:
             ),
             "partial=True gives states before output_mod",
         ),
-        "emulated": (
-            lambda: fa.BatchAttention(
-                **{**sizes, "q_dtype": torch.float16}, kv_format=INT8, target="emulated:sm_80"
-            ),
-            "k",
-        ),
     }  # fmt: skip
 
 
