@@ -82,12 +82,13 @@ def test_matrix_dtypes_are_what_the_architecture_multiplies(
     bf16, half, single = torch.bfloat16, torch.float16, torch.float32
     assert place(bf16, bf16, bf16) == "sm_90"
     assert place(bf16, torch.int8, torch.int8) == "sm_90"  # codes
+    refused = r"or torch\.float16, or codes .*; got q .*to\(torch\.bf"
     for dtypes in ((single,) * 3, (bf16, half, half), (torch.int8, bf16, bf16)):
-        with pytest.raises(InputError, match=r"or torch\.float16, or codes .*; got q .*to\(torch\.bf"):
+        with pytest.raises(InputError, match=refused):
             place(*dtypes)
     monkeypatch.setattr(targets, "device_capability", lambda index: (7, 5))
     assert place(half, half, half) == "sm_75"
-    with pytest.raises(InputError, match=r"sm_75 take .* torch\.float16; got q torch\.bfloat16"):
+    with pytest.raises(InputError, match=r"sm_75 take .* torch\.float16, or codes .*; got q torch\.bfloat16"):
         place(bf16, bf16, bf16)
 
 
