@@ -88,7 +88,8 @@ def test_matrix_dtypes_are_what_the_architecture_multiplies(
             place(*dtypes)
     monkeypatch.setattr(targets, "device_capability", lambda index: (7, 5))
     assert place(half, half, half) == "sm_75"
-    with pytest.raises(InputError, match=r"sm_75 take .* torch\.float16, or codes .*; got q torch\.bfloat16"):
+    refused = r"sm_75 take .* torch\.float16, or codes .*; got q torch\.bfloat16"
+    with pytest.raises(InputError, match=refused):
         place(bf16, bf16, bf16)
 
 
