@@ -53,7 +53,7 @@ class Group:
             positions. Head dims are then 1 to 256.
         kv_format: an `fa.kv.Format` with scales of each token and head, or a pair of one for keys
             and one for values, either of which may be None: appends quantise, after the transform,
-            and `Cache.tensors` has `fa.kv.Stored`. On the CPU only.
+            and `Cache.tensors` has `fa.kv.Stored`.
 
     Raises InputError for sizes and names that are out of range, and for a variant that would apply
     hooks of the transform again; VariantError for a transform of other head dims.

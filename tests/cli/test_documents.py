@@ -16,7 +16,7 @@ from flashattn_jit.inspect.machine_code.disassembly import nvdisasm
 from flashattn_jit.jit.compilation.toolchain import find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")),
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "examples").glob("*.md"))]  # fmt: skip
 TEXT = (ROOT / "docs" / "command_line.md").read_text()
 

@@ -67,7 +67,8 @@ def unpack(
             stays. Or no file can have one of the names.
         UnsafeCacheError: the folder is not this user's own.
         InputError: `path` or `directory` is no path.
-        TargetError, OSError.
+        TargetError: a target is unknown.
+        OSError: a file cannot be read or written.
 
     Example:
         >>> fa.unpack("kernels.pack", "/srv/kernels")

@@ -1,0 +1,1 @@
+"""What makes the site of docs/: pictures, the catalogue, hooks of MkDocs, snippets of pages."""
