@@ -6,6 +6,7 @@ files outside of it in the folder `repository`; a link to a file that is no page
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 from pathlib import Path
@@ -22,6 +23,17 @@ OUTSIDE = (
 )  # fmt: skip
 
 LINK = re.compile(r"\[([^\[\]]+)\]\(([\w./-]+)(#[\w-]*)?\)")
+
+HIDDEN = re.compile(r"^<!-- run:\n.*?^-->\n", re.DOTALL | re.MULTILINE)
+"""What the tests run and readers do not see."""
+
+PIPES = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
+"""Code in a table that has an escaped bar, which Python-Markdown shows with its backslash."""
+
+
+def code_with_pipes(found: re.Match[str]) -> str:
+    """The code as HTML, in which a bar needs no backslash."""
+    return f"<code>{html.escape(found[1].replace(chr(92), '')).replace('|', '&#124;')}</code>"
 
 
 def address(path: Path) -> str | None:
@@ -51,7 +63,7 @@ sources: dict[str, Path] = {}
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrite links that cross the border of docs/."""
+    """Rewrite links that cross the border of docs/, and drop what is for the tests alone."""
     uri = page.file.src_uri
     source = sources.get(uri, DOCS / uri)
 
@@ -65,4 +77,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return text
         return f"[{text}]({posixpath.relpath(to, posixpath.dirname(uri) or '.')}{anchor})"
 
-    return LINK.sub(rewrite, markdown)
+    return LINK.sub(rewrite, PIPES.sub(code_with_pipes, HIDDEN.sub("", markdown)))

@@ -46,7 +46,7 @@ def test_kinds_of_blocks_are_known(page: Path) -> None:
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, in one namespace, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    scope: dict[str, object] = {"__name__": "page"}
+    scope: dict[str, object] = {}
     for snippet in code(page):
         execute(page, snippet, scope)
 
