@@ -1,6 +1,6 @@
 """The recipes of docs/guides/cookbook.md against torch: eager torch, and compiled FlexAttention.
 
-    python -m benchmarks.cookbook [--tokens 4096] [--only 02 09] [--save]
+    python -m benchmarks.cookbook [--tokens 2048] [--only 02 09] [--save]
 
 Each recipe's blocks are those of the page, with more tokens. torch is the recipe's second block,
 which uses `scaled_dot_product_attention` where that can compute it, its masks and biases made in
@@ -47,7 +47,7 @@ def main() -> None:
     """Measure and report."""
 
     def extend(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--tokens", type=int, default=4096, help="of a sequence (%(default)s)")
+        parser.add_argument("--tokens", type=int, default=2048, help="of a sequence (%(default)s)")
         parser.add_argument("--only", nargs="+", default=(), help="numbers of recipes, such as 02")
         parser.add_argument("--without-flex", action="store_true", help="compile no FlexAttention")
 

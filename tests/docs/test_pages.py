@@ -145,8 +145,8 @@ RECIPES = cookbook.recipes()
 def test_the_cookbook_has_twelve_recipes() -> None:
     assert [recipe.number for recipe in RECIPES] == [f"{i:02}" for i in range(1, 13)]
     text = cookbook.PAGE.read_text()
-    for name in cookbook.cookbook_pictures():
-        assert f"(../pictures/{name})" in text
+    for path in (pictures.PICTURES / "cookbook").glob("*.svg"):
+        assert f"(../pictures/cookbook/{path.name})" in text
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.number)
