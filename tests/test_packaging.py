@@ -159,7 +159,7 @@ def test_constraints_name_what_the_package_asks_for() -> None:
     """Every pin is of a dependency and within its bounds; torch has no upper bound."""
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     asked = [Requirement(found[1]) for line in lines if (found := re.match(r' +"([^":]+)",', line))]
-    extras = re.findall(r"^(?:dev|plot|examples) = \[(.*)\]", "\n".join(lines), re.MULTILINE)
+    extras = re.findall(r"^(?:dev|plot|docs|examples) = \[(.*)\]", "\n".join(lines), re.MULTILINE)
     asked += [Requirement(text) for extra in extras for text in re.findall(r'"([^"]+)"', extra)]
     bounds = {requirement.name: requirement.specifier for requirement in asked}
     assert str(bounds["torch"]) == ">=2.11"

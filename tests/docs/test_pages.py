@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import flashattn_jit as fa
 import flashattn_jit.variants.library as library
+from benchmarks.cookbook import flex
 from docs.generator import catalogue, cookbook, pictures
 from docs.generator.doctests import fenced
 from flashattn_jit.integrations import transformers as transformers_integration
@@ -161,3 +163,18 @@ def test_a_recipe_equals_its_eager_reference(recipe: cookbook.Recipe) -> None:
             results, references = (results,), (references,)
         for out, expected in zip(results, references, strict=True):
             torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.number)
+def test_the_benchmark_times_the_same_in_flex_attention(
+    recipe: cookbook.Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uncompiled, what `python -m benchmarks.cookbook` times equals the recipe."""
+    if recipe.number in ("05", "09"):
+        assert recipe.number not in flex.FLEX
+        return
+    monkeypatch.setattr(flex, "compiled_flex", lambda: flex_attention)
+    names = recipe.run(256)
+    expected = names["in_torch"](*(names[name] for name in "qkv"))
+    torch.testing.assert_close(flex.FLEX[recipe.number](names)(), expected, atol=2e-5, rtol=1e-4)
