@@ -65,7 +65,7 @@ class AbsorbedMLA:
         return torch.einsum("...hr,hvr->...hv", out, self.to_values)
 
     def expand(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """The heads' keys [..., num_q_heads, nope_dim + rope_dim] and values [..., num_q_heads, v_dim].
+        """The keys and values of the heads: [..., num_q_heads, nope_dim + rope_dim or v_dim].
 
         Args:
             latent: [..., rank], normalised as the model stores it.
