@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from os import PathLike
 
+from ...env import format_bytes
 from ...formats import KvFormat
 from ...kv.capacity.estimate import Estimate
 from ...kv.capacity.replay import Option, Recommendation
@@ -14,15 +15,6 @@ from ..table import si, table
 from .plots import require_matplotlib, save
 
 _POINTS = 48
-_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-
-
-def binary(num_bytes: float) -> str:
-    """Such as ``8.58 GiB``."""
-    for factor, unit in _UNITS:
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.4g} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def format_name(kv_format: KvFormat | None) -> str:
@@ -41,8 +33,8 @@ def show_estimate(found: Estimate) -> str:
     rows = [
         [
             ("" if i < own else "cross, ") + g.kind, str(g.num_layers), str(g.row_bytes),
-            f"{g.token_bytes:,}", str(g.pages), binary(g.held_bytes), f"{g.keys:,}",
-            binary(g.decode_bytes),
+            f"{g.token_bytes:,}", str(g.pages), format_bytes(g.held_bytes), f"{g.keys:,}",
+            format_bytes(g.decode_bytes),
         ]
         for i, g in enumerate(found.groups)
     ]  # fmt: skip
@@ -52,16 +44,16 @@ def show_estimate(found: Estimate) -> str:
         f"one sequence of {found.kv_len:,} tokens, pages of {found.spec.page_size}, {dtype} where "
         "nothing is quantised",
         table(header, rows, indent="  "),
-        f"a token {found.token_bytes:,} bytes, a sequence {binary(found.sequence_bytes)}",
-        f"{found.batch} sequences {binary(found.held_bytes)}, of these "
-        f"{binary(found.rounding_bytes)} in unused slots; a cache of them "
-        f"{binary(found.cache_bytes)}",
-        f"a decode step reads {binary(found.decode_bytes)} and multiplies "
+        f"a token {found.token_bytes:,} bytes, a sequence {format_bytes(found.sequence_bytes)}",
+        f"batch of {found.batch}: {format_bytes(found.held_bytes)}, of these "
+        f"{format_bytes(found.rounding_bytes)} in unused slots; a cache of them "
+        f"{format_bytes(found.cache_bytes)}",
+        f"a decode step reads {format_bytes(found.decode_bytes)} and multiplies "
         f"{si(found.decode_flops, 'FLOP')}: {found.intensity:.3g} FLOP a byte",
     ]
     if found.max_batch is not None:
         assert found.budget_bytes is not None
-        text.append(f"{binary(found.budget_bytes)} hold {found.max_batch} sequences")
+        text.append(f"{format_bytes(found.budget_bytes)} hold {found.max_batch} sequences")
     costs = found.absorption
     if costs is not None:
         q_len = costs.break_even_q_len
@@ -86,7 +78,8 @@ def show_recommendation(found: Recommendation) -> str:
     best = found.best
     verdict = "serves all requests" if best.serves else "serves them with preemptions"
     return "\n".join([
-        f"options within {binary(found.budget_bytes)}, requests of up to {found.max_kv_len:,} keys",
+        f"options within {format_bytes(found.budget_bytes)}, for requests of up to "
+        f"{found.max_kv_len:,} keys",
         table(header, rows, indent="  "),
         f"best: format {format_name(best.kv_format)}, pages of {best.spec.page_size}, "
         f"num_pages={list(best.num_pages)}: {verdict}",
@@ -100,8 +93,8 @@ def _option(option: Option, is_best: bool) -> list[str]:
         return ["", name, size, "does not fit", *[""] * 8]
     return [
         "*" if is_best else "", name, size, " ".join(map(str, option.num_pages)),
-        binary(option.cache_bytes), str(replay.num_steps), f"{replay.mean_batch:.1f}",
-        str(replay.peak_batch), binary(replay.peak_bytes), str(replay.preemptions),
+        format_bytes(option.cache_bytes), str(replay.num_steps), f"{replay.mean_batch:.1f}",
+        str(replay.peak_batch), format_bytes(replay.peak_bytes), str(replay.preemptions),
         str(replay.recomputed_tokens), str(replay.hit_tokens),
     ]  # fmt: skip
 

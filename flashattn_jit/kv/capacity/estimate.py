@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import InputError, ParamError
 from ...formats import KvFormat
 from ...late_binding import upper
 from ...ops.arguments.checks import INT32_MAX, check_int
+from ..int_buffer import Ints
 from ..reclaim import MaskPages
 from ..spec import Group, Spec
 from .families import Expanded, has_encoder, read_expanded
@@ -25,9 +28,9 @@ MOST_BYTES = 1 << 62
 class GroupEstimate:
     """A group's share of an `Estimate`, for one sequence unless it says otherwise.
 
-    kind: "MHA", "GQA", "MQA" or "MLA", and of its mask. row_bytes: of a token in one layer, with
-    scales. pages: that its mask leaves at kv_len. keys: that the newest query reads, in one layer.
-    decode_flops: of these keys, in all layers: multiply-adds of scores and values.
+    kind: "MHA", "GQA", "MQA" or "MLA", and the variant. row_bytes: of a token in one layer, with
+    scales. pages: the most that it names on the way to kv_len. keys: that the newest query reads,
+    in one layer. decode_flops: of these keys, in all layers: multiply-adds of scores and values.
     """
 
     kind: str
@@ -187,8 +190,8 @@ def estimate(
 ) -> Estimate:
     """What a cache holds for sequences of one length, and what decoding them reads.
 
-    Bytes are those that an `fa.kv.Cache` of the same spec allocates. A mask that gives up pages
-    counts with those that it leaves when a sequence has grown to kv_len token by token; a prompt
+    Bytes are those that an `fa.kv.Cache` of the same spec allocates. Where a mask gives up pages, a
+    sequence counts with the most that it names while it grows to kv_len token by token; a prompt
     that is appended in one step holds all of its pages until the commit.
 
     Args:
@@ -250,28 +253,34 @@ def _estimate(
 
 
 def held_pages(spec: Spec, group: int, kv_len: int) -> int:
-    """The pages of a sequence that has grown to kv_len token by token.
-
-    A commit looks for dead pages whenever the next query enters another page, so those are dead
-    that no query from the last page on reads.
-    """
-    g, size = spec.groups[group], spec.page_size
-    mask = MaskPages(g, size, 2 * kv_len + size)
-    if not mask.reclaims:
+    """The most pages that a sequence names while it grows to kv_len token by token."""
+    size = spec.page_size
+    left = _left(spec.groups[group], size, kv_len // size)
+    if left is None:
         return -(-kv_len // size)
-    if g.reclaim == "compact":
-        return -(-_compacted_len(mask, size, kv_len) // size)
     whole = kv_len // size
-    return -(-kv_len // size) - int(mask.given_up(whole * size, whole).sum())
+    return max(int(left[:whole].max(initial=-1)) + 1, int(left[whole]) + (kv_len % size > 0))
 
 
-def _compacted_len(mask: MaskPages, size: int, kv_len: int) -> int:
-    """The keys that compaction leaves: it removes pages, and those behind them move up."""
-    pages = 0
-    for _ in range(kv_len // size):
-        pages += 1
-        pages -= int(mask.given_up(pages * size, pages).sum())
-    return pages * size + kv_len % size
+def _left(group: Group, size: int, whole: int) -> Ints | None:
+    """[n]: pages that are left of n full ones, at least up to `whole`; None where all are.
+
+    A commit looks for dead pages whenever the next query enters another page.
+    """
+    return _left_up_to(group, size, 1 << max(0, whole - 1).bit_length()) if whole else None
+
+
+@functools.lru_cache(maxsize=64)
+def _left_up_to(group: Group, size: int, most: int) -> Ints | None:
+    mask = MaskPages(group, size, 2 * most * size)
+    if not mask.reclaims:
+        return None
+    left = np.zeros(most + 1, np.int64)
+    for n in range(1, most + 1):
+        pages = int(left[n - 1]) + 1 if group.reclaim == "compact" else n
+        left[n] = pages - int(mask.given_up(pages * size, pages).sum())
+    left.flags.writeable = False
+    return left
 
 
 def _group(spec: Spec, group: int, kv_len: int) -> GroupEstimate:
@@ -287,8 +296,9 @@ def _group(spec: Spec, group: int, kv_len: int) -> GroupEstimate:
 
 def _keys_read(group: Group, size: int, kv_len: int) -> int:
     """The keys that the query at kv_len - 1 reads, in any head; all where a mask is not judged."""
-    if kv_len and group.reclaim == "compact":
-        kv_len = _compacted_len(MaskPages(group, size, 2 * kv_len + size), size, kv_len)
+    left = _left(group, size, kv_len // size) if group.reclaim == "compact" else None
+    if left is not None:
+        kv_len = int(left[kv_len // size]) * size + kv_len % size
     if not kv_len or group.variant is None:
         return kv_len
     try:
@@ -299,7 +309,7 @@ def _keys_read(group: Group, size: int, kv_len: int) -> int:
 
 
 def _kind(group: Group) -> str:
-    """Such as "GQA 4, SlidingWindow"."""
+    """Such as "GQA 4, SlidingWindow": 4 query heads a KV head."""
     assert group.num_q_heads is not None
     shared = group.num_q_heads // group.num_kv_heads
     kind = "MHA" if shared == 1 else f"GQA {shared}" if group.num_kv_heads > 1 else "MQA"

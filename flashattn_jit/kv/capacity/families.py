@@ -27,7 +27,9 @@ _DECODER_SIZES = {
         "bart blenderbot blenderbot-small marian mbart mvp pegasus plbart whisper".split(),
         ("decoder_layers", "decoder_attention_heads", "d_model", None),
     ),
-    **dict.fromkeys("mt5 t5".split(), ("num_decoder_layers", "num_heads", "d_model", "d_kv")),
+    **dict.fromkeys(
+        "mt5 t5".split(), ("num_decoder_layers", "num_attention_heads", "d_model", "d_kv")
+    ),
 }
 """Families with an encoder: their names of num_hidden_layers, num_attention_heads, hidden_size and
 head_dim of the decoder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -104,9 +105,8 @@ class Option:
 class Recommendation:
     """All options, in the order in which they were asked for; `recommend` makes it.
 
-    best: of the first format with an option that serves the workload without preemption, the one
-    with the fewest steps; where no format has one, that with the fewest steps of all that fit. Of
-    equals the one of the fewest peak bytes.
+    best: of a format's page sizes the one with the fewest steps, of equals that of the fewest peak
+    bytes; of formats the first that fits, and a later one where that saves steps, see `recommend`.
     """
 
     options: tuple[Option, ...]
@@ -124,11 +124,12 @@ def recommend(
     budget_bytes: int,
     workload: Iterable[Request],
     *,
-    formats: Sequence[KvFormat | None] = (None, Format("int8"), Format("int4", group=64)),
+    formats: Sequence[KvFormat | None] | None = None,
     page_sizes: Sequence[int] = (16, 32, 64),
     dtype: torch.dtype = torch.bfloat16,
     max_batch: int = 256,
     max_step_tokens: int = 512,
+    gain: float = 1.25,
 ) -> Recommendation:
     """Replay a workload through caches of each format and page size, and choose one.
 
@@ -142,12 +143,14 @@ def recommend(
         config: as for `fa.kv.Spec.from_config`.
         budget_bytes: memory for pages, the null pages counted.
         workload: the requests.
-        formats: of keys and values, the most precise first: a less precise one is chosen only where
-            no more precise one serves the workload without preemption. None is dtype.
+        formats: of keys and values, the most precise first. An entry None is dtype. By default
+            dtype, int8, and int4 in groups of up to 64 channels.
         page_sizes: tokens of a page.
         dtype: of what is not quantised.
         max_batch: sequences that run at a time.
         max_step_tokens: tokens of a step; at least max_batch.
+        gain: a format is chosen over those before it if their steps are more than this many times
+            its own; 1 or more. Steps are compared, not seconds.
 
     Raises:
         InputError: a number is out of range, the config has no spec, the workload is empty, or no
@@ -164,6 +167,10 @@ def recommend(
         raise InputError("workload must be fa.kv.Request, one or more")
     max_batch = check_int("max_batch", max_batch, 1)
     max_step_tokens = check_int("max_step_tokens", max_step_tokens, max_batch)
+    if formats is None:
+        formats = _formats(Spec.from_config(config))
+    if isinstance(gain, bool) or not isinstance(gain, int | float) or not gain >= 1.0:
+        raise InputError(f"gain={shown(gain)} must be a number of at least 1")
     for name, given in (("formats", formats), ("page_sizes", page_sizes)):
         if not isinstance(given, Sequence) or isinstance(given, str) or not given:
             raise InputError(f"{name} must be a sequence of at least one, got {shown(given)}")
@@ -174,19 +181,27 @@ def recommend(
         )
         for kv_format, size in itertools.product(formats, page_sizes)
     ]  # fmt: skip
-    fitting = [x for x in options if x.replay.fits]
     longest = max(r.kv_len for r in requests)
-    if not fitting:
+    best = None
+    for i in range(0, len(options), len(page_sizes)):
+        own = [x for x in options[i : i + len(page_sizes)] if x.replay.fits]
+        if not own:
+            continue
+        found = min(own, key=lambda x: (x.replay.num_steps, x.replay.peak_bytes))
+        if best is None or found.replay.num_steps * gain < best.replay.num_steps:
+            best = found
+    if best is None:
         raise InputError(
             f"budget_bytes={budget_bytes} has no room for the longest request, of {longest} keys, "
             "in any format: give more, or a format of fewer bytes"
         )
+    return Recommendation(tuple(options), best, longest, budget_bytes)
 
-    def key(option: Option) -> tuple[bool, int, int, int]:
-        place = list(formats).index(option.kv_format) if option.serves else 0
-        return not option.serves, place, option.replay.num_steps, option.replay.peak_bytes
 
-    return Recommendation(tuple(options), min(fitting, key=key), longest, budget_bytes)
+def _formats(spec: Spec) -> list[KvFormat | None]:
+    """Formats that any model can have; of int4 where its rows are of pairs of channels."""
+    group = math.gcd(64, *(n for g in spec.groups for n in g.part_dims[: 1 if g.v_in_k else 2]))
+    return [None, Format("int8"), *([] if group % 2 else [Format("int4", group=group)])]
 
 
 def _option(
