@@ -110,7 +110,7 @@ class Cache:
         ]
         self.tree = PageTree(self.pools, spec.page_size, spec.fingerprint)
         self._layers: dict[int, tuple[Codes, Codes]] = {}
-        self._rows: dict[int, torch.Tensor] = {}
+        self._rows: dict[int, Codes] = {}
         for g, pool in zip(spec.groups, self.pools, strict=True):
             self._layers.update(zip(g.layers, pool.views, strict=True))
             self._rows.update(zip(g.layers, pool.rows, strict=False))
@@ -402,21 +402,21 @@ class Cache:
         """
         return self._layers[check_int("layer", layer, 0, self.spec.num_layers - 1)]
 
-    def latents(self, layer: int) -> torch.Tensor:
+    def latents(self, layer: int) -> Codes:
         """The pages of a layer of latent attention: rows of a latent and its rotary part.
 
         Returns:
-            [num_pages + 1, page_size, 1, head_dim], a view: the keys. Their first head_dim_v
-            columns are the values.
+            [num_pages + 1, page_size, 1, head_dim], a view, or an `fa.kv.Stored`: the keys of
+            `BatchAttention` with v_in_k. Their first head_dim_v columns are the values.
 
         Raises InputError for a number that no layer has, and for a layer without such rows: its
-        group is without v_in_k, or its format keeps the parts apart.
+        group is without v_in_k, or its formats keep the parts apart.
         """
         layer = check_int("layer", layer, 0, self.spec.num_layers - 1)
         if layer not in self._rows:
             raise InputError(
-                f"layer {layer} has no rows of both parts: its group needs v_in_k=True and no "
-                "kv_format; tensors() has the parts"
+                f"layer {layer} has no rows of both parts: its group needs v_in_k=True, and no "
+                "kv_format or a pair of one format of 8 bits in groups; tensors() has the parts"
             )
         return self._rows[layer]
 

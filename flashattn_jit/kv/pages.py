@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..formats import Codes, Format, Stored
+from ..formats import Codes, Format, Stored, columns
 from ..variants.ir.dtypes import CODES4, per_element
 from .int_buffer import Ints
 from .spec import Group
@@ -146,13 +146,13 @@ class Pages:
         rows = self.num_pages + 1
         used, sizes = group.part_bytes(page_size, dtype)
         dims, formats = [*group.part_dims], [*group.formats]
-        if group.v_in_k and not any(formats):  # the parts of a row lie side by side
-            dims, formats = [group.head_dim], [None]
+        if group.is_one_row:
+            dims, formats = [group.head_dim], formats[:1]
             used, sizes = [sum(used)], [sum(sizes)]
         dtypes = [dtype if f is None else f.dtype for f in formats]
-        columns = [dim // per_element(own) for dim, own in zip(dims, dtypes, strict=True)]
+        widths = [dim // per_element(own) for dim, own in zip(dims, dtypes, strict=True)]
         self.views: list[tuple[Codes, Codes]] = []
-        self.rows: list[torch.Tensor] = []
+        self.rows: list[Codes] = []
         self.memory: list[torch.Tensor] = []
         books: dict[Format, torch.Tensor] = {}
         # Few operations know pairs of codes: their memory is of bytes.
@@ -173,7 +173,7 @@ class Pages:
                     held = _zeros(rows, sizes[part] // own.itemsize, own, device)
                     self.memory.append(held)
                     held = held[:, : used[part] // own.itemsize]
-                view = held.unflatten(1, (page_size, group.num_kv_heads, columns[part]))
+                view = held.unflatten(1, (page_size, group.num_kv_heads, widths[part]))
                 if form is None:
                     pair.append(view)
                     continue
@@ -183,10 +183,9 @@ class Pages:
                 shape = (page_size, group.num_kv_heads, *groups)
                 pair.append(self._stored(view, form, books.get(form), shape))
             if len(pair) == 1:
-                assert isinstance(pair[0], torch.Tensor)
+                latent, rotary = group.part_dims
                 self.rows.append(pair[0])
-                latent = group.part_dims[0]
-                pair = [pair[0][..., :latent], pair[0][..., latent:]]
+                pair = [columns(pair[0], 0, latent), columns(pair[0], latent, rotary)]
             self.views.append((pair[0], pair[1]))
 
     def _stored(

@@ -18,7 +18,7 @@ from ..ops.append import check_applied_once, check_transform
 from ..ops.arguments.checks import check_heads, check_int, shown
 from ..ops.planning.batch_params import stand_ins
 from ..variants.binding import Bound, bind_outside_modes
-from ..variants.ir.dtypes import DTYPE_NAMES, per_element
+from ..variants.ir.dtypes import CODES4, DTYPE_NAMES, per_element
 from ..variants.ir.ir import variant_to_json
 from ..variants.library import Causal, Chunked, SlidingWindow
 from ..variants.params import Dims, declared_params, parts_of
@@ -52,11 +52,12 @@ class Group:
         transform: a variant whose key_mod and value_mod change new rows on their way into the
             pages, as for `fa.plan_append`: keys are then rotated or normed once, not whenever they
             are read. `variant` is without these hooks. Not with "compact", which gives keys new
-            positions. Head dims are then 1 to 256.
+            positions. Head dims are then 1 to 576.
         kv_format: an `fa.kv.Format` with scales of each token and head, or a pair of one for keys
             and one for values, either of which may be None: appends quantise, after the transform,
             and `Cache.tensors` has `fa.kv.Stored`. On the CPU only. With v_in_k, of the latents; a
-            pair is of the latents and of the rotary part.
+            pair is of the latents and of the rotary part, which attention reads where both are one
+            format of 8 bits, in groups of channels that divide both.
         v_in_k: latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): a token has one
             row of head_dim for all query heads, the latent of head_dim_v columns, which are its
             values, and then the rotary part of its keys. A row is stored once. num_kv_heads is 1.
@@ -136,6 +137,18 @@ class Group:
         if self.v_in_k:
             return self.head_dim_v, self.head_dim - self.head_dim_v
         return self.head_dim, self.head_dim_v
+
+    @property
+    def is_one_row(self) -> bool:
+        """Whether the two parts of a latent row lie side by side: neither has a format, or both
+        have one of 8 bits in groups of channels.
+        """
+        form, rest = self.formats
+        grouped = form is None or (
+            form.group is not None and form.dtype.itemsize == 1 and not form.rotate
+            and form.dtype is not CODES4
+        )  # fmt: skip
+        return self.v_in_k and form == rest and grouped
 
     @property
     def _part_names(self) -> tuple[str, str]:

@@ -35,7 +35,7 @@ def test_attention_over_latents(layout: str) -> None:
     cache = fa.kv.Cache(spec_of(), 32, max_kv_len=64, layout=layout)  # type: ignore[arg-type]
     attention = fa.BatchAttention(
         fa.Causal(), num_q_heads=HEADS, num_kv_heads=1, head_dim=LATENT + ROTARY,
-        head_dim_v=LATENT, q_dtype=torch.float32, device="cpu",
+        head_dim_v=LATENT, v_in_k=True, q_dtype=torch.float32, device="cpu",
     )  # fmt: skip
     scale = 0.3
     seq = cache.open(range(9))
@@ -50,8 +50,7 @@ def test_attention_over_latents(layout: str) -> None:
                 step.append(layer, latent, rotary)
                 written[layer].append(torch.cat([latent, rotary], -1).squeeze(1))
                 q = torch.randn(count, HEADS, LATENT + ROTARY)
-                pages = cache.latents(layer)
-                out = attention.run(q, pages, pages[..., :LATENT], scale=scale)
+                out = attention.run(q, cache.latents(layer), scale=scale)
                 keys = torch.cat(written[layer]).double()
                 scores = torch.einsum("qhd,kd->hqk", q.double() * scale, keys)
                 kept = torch.ones(count, len(keys), dtype=torch.bool).tril(len(keys) - count)
@@ -97,6 +96,32 @@ def test_quantised_latents(layout: str) -> None:
     # 3 tokens of codes and of bf16: the parts of a page begin at multiples of 16 bytes.
     assert spec.page_bytes(0) == 2 * (96 + 96 + 3 * 16)
     assert sum(m.nbytes for p in cache.pools for m in p.memory) == 9 * spec.page_bytes(0)
+
+
+@pytest.mark.parametrize("layout", ["page", "layer"])
+@pytest.mark.parametrize("code", ["int8", "e4m3"])
+def test_attention_over_quantised_rows(code: str, layout: str) -> None:
+    """Both parts in one format, read as one row: as over the rows that it stands for."""
+    form = fa.kv.Format(code, group=8)
+    cache = fa.kv.Cache(spec_of(4, (form, form)), 8, max_kv_len=24, layout=layout)  # type: ignore[arg-type]
+    attention = fa.BatchAttention(
+        fa.Causal(), num_q_heads=HEADS, num_kv_heads=1, head_dim=LATENT + ROTARY,
+        head_dim_v=LATENT, v_in_k=True, q_dtype=torch.float32, kv_format=form,
+    )  # fmt: skip
+    seq, (latent, rotary) = cache.open(range(7)), rows(7, 3)
+    q = torch.randn(7, HEADS, LATENT + ROTARY)
+    with cache.step([(seq, range(7))]) as step:
+        step.plan(attention)
+        step.append(0, latent, rotary)
+        step.append(1, latent * 2, rotary)
+        out = attention.run(q, cache.latents(0), scale=0.3)
+        step.commit()
+    keys = form.quantize(torch.cat([latent, rotary], -1)).dequantize().squeeze(1).double()
+    scores = torch.einsum("qhd,kd->hqk", q.double() * 0.3, keys)
+    weights = scores.masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    wanted = torch.einsum("hqk,kd->qhd", weights, keys[:, :LATENT])
+    assert (out.double() - wanted).abs().max() < 5e-6
+    assert sum(m.nbytes for p in cache.pools for m in p.memory) == 9 * cache.spec.page_bytes(0)
 
 
 @pytest.mark.parametrize("layout", ["page", "layer"])

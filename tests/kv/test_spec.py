@@ -52,10 +52,10 @@ def test_transforms() -> None:
 
 
 def test_transforms_of_other_shapes_and_dtypes() -> None:
-    with pytest.raises(fa.InputError, match="head_dim=512, but a transform changes rows of 1 to"):
-        fa.kv.Group((0,), 1, 512, transform=fa.RoPE())
-    with pytest.raises(fa.InputError, match="head_dim_v=257"):
-        fa.kv.Group((0,), 1, 8, 257, transform=fa.RoPE())
+    with pytest.raises(fa.InputError, match="head_dim=640, but a transform changes rows of 1 to"):
+        fa.kv.Group((0,), 1, 640, transform=fa.RoPE())
+    with pytest.raises(fa.InputError, match="head_dim_v=577"):
+        fa.kv.Group((0,), 1, 8, 577, transform=fa.RoPE())
     with pytest.raises(fa.VariantError, match="head_dim=7"):
         fa.kv.Group((0,), 1, 7, transform=fa.RoPE())
     group = fa.kv.Group((0,), 1, 8, transform=fa.QKNorm())  # whose weights come with appends
