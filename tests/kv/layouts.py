@@ -133,7 +133,8 @@ def held_by_transformers(model: PreTrainedModel, cross: bool = False) -> list[He
     if getattr(model.config, "is_encoder_decoder", False):
         inputs = {model.main_input_name: ids, "decoder_input_ids": ids}
         if model.main_input_name == "input_features":
-            inputs["input_features"] = torch.randn(1, 8, 24)
+            length = 2 * model.config.max_source_positions
+            inputs["input_features"] = torch.randn(1, model.config.num_mel_bins, length)
     with torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
     if hasattr(cache, "cross_attention_cache"):
