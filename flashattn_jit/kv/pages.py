@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..formats import Codes, Format, Stored, columns
+from ..formats import Codes, Format, Stored
+from ..ops.keys.columns import columns
 from ..variants.ir.dtypes import CODES4, per_element
 from .int_buffer import Ints
 from .spec import Group
