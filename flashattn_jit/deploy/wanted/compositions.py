@@ -80,13 +80,14 @@ def over_codes(
     where a format of calls is unknown, or one of keys does not fit the head dims.
     """
     sides = decodings(stored, *head_dims)
-    given = tuple(f is not None and f.scale != "token_head" for f in stored)
+    k_given, v_given = (f is not None and f.scale != "token_head" for f in stored)
     numbers = _numbers(stored, head_dims)
     kinds = [f for f in formats if f not in (*_NO_CODES, "dense", "append")]
     if "dense" in formats:
         if not any(f is not None and f.scale == "page_head" for f in stored):
-            dense = _numbers(stored, head_dims, dense=True)
-            yield Composition(decoded(chosen, sides, True), dense, ("dense",))
+            for batch in (1, 2):  # shared scales are expanded over more than one
+                dense = _numbers(stored, head_dims, batch)
+                yield Composition(decoded(chosen, sides, True), dense, ("dense",))
         yield Composition(decoded(chosen, sides), numbers, ("dense",))  # of varlen_attention
     for made in compositions(decoded(chosen, sides), kinds):
         yield made._replace(params=numbers | made.params)
@@ -98,7 +99,7 @@ def over_codes(
         beside = _numbers(stored, head_dims, decodes=False)
         own = chosen.only(*CHANGED) if present_hooks(chosen) & {*CHANGED} else FULL
         for transform in dict.fromkeys((own, FULL)):
-            yield Composition(encoded(transform, sides, given), beside, ("append",))
+            yield Composition(encoded(transform, sides, (k_given, v_given)), beside, ("append",))
 
 
 class OfHeads(NamedTuple):
@@ -107,34 +108,34 @@ class OfHeads(NamedTuple):
     stored: Formats
     head_dims: tuple[int, int]
     name: str
-    dense: bool
+    batch: int
     decodes: bool
 
     def value(self, num_kv_heads: int) -> Any:
         """The stand-in."""
-        found = _made_numbers(self.stored, self.head_dims, self.dense, self.decodes, num_kv_heads)
+        found = _made_numbers(self.stored, self.head_dims, self.batch, self.decodes, num_kv_heads)
         return found[self.name]
 
 
 def _numbers(
-    stored: Formats, head_dims: tuple[int, int], dense: bool = False, decodes: bool = True
+    stored: Formats, head_dims: tuple[int, int], batch: int = 0, decodes: bool = True
 ) -> dict[str, Any]:
-    """Stand-ins for scales, zero points and codebooks."""
-    names = _made_numbers(stored, head_dims, dense, decodes, 2)
-    return {name: OfHeads(stored, head_dims, name, dense, decodes) for name in names}
+    """Stand-ins for scales, zero points and codebooks. batch: of dense tensors; 0 for pages."""
+    names = _made_numbers(stored, head_dims, batch, decodes, 2)
+    return {name: OfHeads(stored, head_dims, name, batch, decodes) for name in names}
 
 
 @remembered(64)
 def _made_numbers(
-    stored: Formats, head_dims: tuple[int, int], dense: bool, decodes: bool, heads: int
+    stored: Formats, head_dims: tuple[int, int], batch: int, decodes: bool, heads: int
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with outside_modes():
         for name, form, dim in zip("kv", stored, head_dims, strict=True):
             if form is not None and (decodes or form.scale != "token_head"):
-                shape = (2, heads, 64, dim) if dense else (2, 64, heads, dim)
-                x = form.quantize(torch.ones(shape, device="cpu"), heads_dim=1 if dense else -2)
-                found |= x.numbers(name, dense, decodes)
+                shape = (batch, heads, 64, dim) if batch else (2, 64, heads, dim)
+                x = form.quantize(torch.ones(shape, device="cpu"), heads_dim=1 if batch else -2)
+                found |= x.numbers(name, batch > 0, decodes)
     return found
 
 

@@ -77,7 +77,8 @@ def warm(
         kv_format: for variants: an `fa.kv.Format` of keys and values, or a pair of one for k and
             one for v, None for values as they are: kernels of calls on `fa.kv.Stored`, of appends
             into it, and of its levels in a cascade. `dtypes` then says the queries'. Scales are
-            expected with the strides that `Format.quantize` and `fa.kv.Cache` give them.
+            expected with the strides that `Format.quantize` and `fa.kv.Cache` give them; give
+            num_q_heads and num_kv_heads where there is one KV head.
         jobs: kernels compiled at a time; as many as there are cores by default.
         executor: a `concurrent.futures.Executor` to build in, such as a pool over many machines,
             instead of processes of this one. Its workers import this package, build in caches of
