@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .ops.keys.paged import Paged
     from .ops.keys.sparsity import Bits, BlockSparse, TokenSparse, Tree
     from .ops.keys.storage import Ragged
+    from .ops.latent import AbsorbedMLA, absorb_mla, append_paged_latent
     from .ops.merge import merge_states
     from .ops.plan import Plan
     from .ops.sdpa import scaled_dot_product_attention
@@ -77,6 +78,7 @@ _LAZY = {
     "ops.keys.paged": ("Paged",),
     "ops.keys.sparsity": ("Bits", "BlockSparse", "TokenSparse", "Tree"),
     "ops.keys.storage": ("Ragged",),
+    "ops.latent": ("AbsorbedMLA", "absorb_mla", "append_paged_latent"),
     "ops.plan": ("Plan",),
     "ops.sdpa": ("scaled_dot_product_attention",),
 }
@@ -85,6 +87,7 @@ _LAZY = {
 _MODULES = {name: module for module, names in {**_CORE, **_LAZY}.items() for name in names}
 
 __all__ = [
+    "AbsorbedMLA",
     "AppendPlan",
     "BatchAttention",
     "Bits",
@@ -100,7 +103,9 @@ __all__ = [
     "TokenSparse",
     "Tree",
     "Variant",
+    "absorb_mla",
     "append_paged_kv",
+    "append_paged_latent",
     "attention",
     "cache_info",
     "cascade_levels",

@@ -150,7 +150,8 @@ class CascadeAttention(BatchBase):
         Args:
             q, scale, return_lse, partial, out, lse, **params: as for `BatchAttention.run`.
             k: the keys of all levels, or a sequence of (k, v).
-            v: the values of all levels; None with a sequence.
+            v: the values of all levels; None with a sequence. With v_in_k there are none: k is the
+                keys of all levels, or a sequence of one k a level.
 
         k and v of levels with a kv_format are `fa.kv.Stored`.
 
@@ -165,6 +166,11 @@ class CascadeAttention(BatchBase):
         Example:
             >>> out = cascade.run(q, [(k_prefix, v_prefix), (k_pages, v_pages)])
         """
+        if self._kernels.options.v_in_k:
+            if isinstance(k, Sequence):
+                k, v = [self._values(x, v, scale) for x in k], None  # type: ignore[arg-type, misc]
+            else:
+                k, v = self._values(k, v, scale)
         pairs = [(k, v)] if v is not None else []
         if v is None or not isinstance(k, torch.Tensor | Stored):
             pairs = _pairs(k, v)
