@@ -27,7 +27,7 @@ class BatchAttention(BatchBase):
             variant has a `key_mod` and a `value_mod`, which scale it.
         kv_format: an `fa.kv.Format` in place of kv_dtype, or a pair of one for k and one for v,
             either of which may be None (then of kv_dtype): runs take `fa.kv.Stored`, codes with
-            their scales. On the CPU only.
+            their scales.
         device: of the tensors of runs.
         workspace: uint8 tensor on the device for partial states, at least `Plan.workspace_bytes`
             long; several objects may share one on one stream. Torch's allocator by default.
