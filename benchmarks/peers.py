@@ -108,6 +108,9 @@ def serving_cases(scale: int) -> list[Case]:
         case("chunk, window", [(1, 512, 4096)], window=1024 // scale),
         case("chunk, soft cap", [(1, 512, 4096)], softcap=3.0),  # low enough that results show it
         case("mixed, ALiBi", [*uneven, (1, 512, 512)], heads=(8, 8), alibi=True),
+        case("decode, fp8 keys and values", [(8, 1, 4096)], fp8=True),
+        case("decode, fp8 keys and values", [(8, 1, 4096)], heads=(8, 8), fp8=True),
+        case("chunk, fp8 keys and values", [(1, 512, 4096)], fp8=True),
     ]
 
 

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .torch_modes import is_direct
 from .variants.ir.dtypes import CODES4, per_element, row_dim, unpacked
 
 SCALES = ("tensor", "head", "token_head", "page_head", "channel")
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHANNEL_BLOCK = 64
 """Slots that share the scale of a channel."""
+
+_CHECKED = 1024
+"""Scales that `Stored` reads at most: those of a tensor or of heads, in a few microseconds."""
 
 
 class _Code(NamedTuple):
@@ -191,7 +195,8 @@ class Format:
                 tensors [batch, num_kv_heads, kv_len, head_dim].
 
         Raises:
-            InputError: x is no floating tensor of at least two dims, or does not fit the format.
+            InputError: x is no floating tensor of at least two dims, or does not fit the format; or
+                a scale of a tensor or of heads is not finite, on a CPU.
 
         Example:
             >>> stored = fa.kv.Format("e4m3", scale="head").quantize(k, heads_dim=1)
@@ -337,7 +342,8 @@ class Stored:
             i + head_dim / 2 in its high bits.
         scales: float32, float16 or bfloat16, broadcastable to codes.shape[:-1]: [] for one scale,
             [num_kv_heads] per head of pages or packed rows ([num_kv_heads, 1] dense), or one per
-            row. Those of all slots below kv_len must be finite.
+            row. Those of all slots below kv_len must be finite. Where several slots share them and
+            there are at most 1,024, on a CPU, they are checked here, and never in a run.
         zeros: zero points, of the shape and dtype of scales; none by default.
         codebook: fp32 [16], the values of codes of 4 bits; those of integers by default.
         group: channels that share a scale; scales then have one more dim, of head_dim / group.
@@ -345,7 +351,8 @@ class Stored:
             a page has a multiple of it.
         rotated: whether rows were multiplied by a Hadamard matrix, which `dequantize` undoes.
 
-    Raises InputError for other dtypes and for shapes that do not fit.
+    Raises InputError for other dtypes, for shapes that do not fit, and for NaN and infinite values
+    among scales that are checked, their zero points and the codebook.
     """
 
     codes: Tensor
@@ -390,6 +397,12 @@ class Stored:
                 f"scales {list(self.scales.shape)} do not broadcast to the rows "
                 f"{list(self.codes.shape[:-1])} of codes{groups}{blocks}"
             )
+        if _has_values(self.codes, *numbers.values()):
+            rows = self.codes.numel() // max(1, self.codes.shape[-1])
+            groups_of_row = 1 if self.group is None else dim // self.group
+            if self.block == 1 and self.scales.numel() <= min(_CHECKED, (rows - 1) * groups_of_row):
+                for name, value in numbers.items():
+                    _check_finite(name, value)
 
     def __repr__(self) -> str:
         shapes = f"{self.codes.dtype} {list(self.codes.shape)}, {self.scales.dtype}"
@@ -408,6 +421,8 @@ class Stored:
                 f"codebook must be [16] on {self.codes.device}, got {list(book.shape)} on "
                 f"{book.device}"
             )
+        if _has_values(book):
+            _check_finite("codebook", book)
 
     def _numbers_shape(self, dense: bool) -> tuple[int, ...] | None:
         """The shape of one scale a block of slots and group of channels; None where blocks are not
@@ -513,6 +528,21 @@ def _check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype]) -> No
         has = value.dtype if isinstance(value, Tensor) else type(value).__name__
         known = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise InputError(f"{name} must be a tensor of {known}; got {has}")
+
+
+def _has_values(*numbers: Tensor) -> bool:
+    """Whether they can be read without waiting for a device or changing a graph."""
+    compiling = torch.compiler.is_dynamo_compiling()
+    return not compiling and all(x.is_cpu for x in numbers) and is_direct(*numbers)
+
+
+def _check_finite(name: str, numbers: Tensor) -> None:
+    if not numbers.isfinite().all():
+        at = (~numbers.isfinite()).nonzero()[0].tolist()
+        raise InputError(
+            f"{name}{at if at else ''} is {float(numbers[tuple(at)])}, which many slots share: "
+            "compute it from finite values, or give each token a scale, scale='token_head'"
+        )
 
 
 def _broadcasts(shape: Sequence[int], wanted: Sequence[int] | None) -> bool:

@@ -174,15 +174,17 @@ def decodings(formats: Formats, head_dim: int, head_dim_v: int) -> Decodings:
     return found[0], found[1]
 
 
-def decoded(variant: Variant, sides: Decodings, dense: bool = False) -> Variant:
+def decoded(
+    variant: Variant, sides: Decodings, dense: bool = False, rotate_back: bool = False
+) -> Variant:
     """`variant` over quantised keys and values: its hooks see values.
 
-    Rows are rotated back where the variant changes them; else queries are rotated too, and the
-    output is rotated back.
+    Rows are rotated back where the variant changes them, and those of values with rotate_back; else
+    queries are rotated too, and the output is rotated back.
     """
     changed, (keys, values) = present_hooks(variant), sides
     if values is not None:
-        if values.rotated and "value_mod" not in changed:
+        if values.rotated and "value_mod" not in changed and not rotate_back:
             variant, values = RotatedOutput() & variant, values._replace(rotated=False)
         variant = _made("ValueScale", values, dense, True)() & variant
     if keys is not None:

@@ -49,6 +49,20 @@ def none(case: Case, inputs: Inputs) -> dict[str, Prepared]:
     raise NotSupported("takes no case")
 
 
+def rounded(case: Case, inputs: Inputs) -> dict[str, Prepared]:
+    """As `by_hand`, over keys and values that went through e4m3."""
+    k, v = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (inputs.k, inputs.v))
+    return by_hand(case, replace(inputs, k=k, v=v))
+
+
+def test_fp8_cases_are_over_rounded_keys_and_values() -> None:
+    torch.manual_seed(0)
+    case, left_out = replace(SMALL["paged"], fp8=True), dict[str, list[str]]()
+    engines = {"right": Engine("1", rounded, True), "wrong": Engine("1", by_hand, True)}
+    assert list(peers.case_rows(case, engines, left_out, pairs=1)) == ["right"]
+    assert any("differs from our result" in why for why in left_out)
+
+
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
 def test_only_engines_with_our_result_are_timed(
     case: Case, capsys: pytest.CaptureFixture[str]
@@ -76,6 +90,6 @@ def test_an_engine_that_is_not_there_is_named_with_the_way_to_get_it() -> None:
 
 def test_cases_are_those_of_their_kind() -> None:
     assert not any(case.paged for case in peers.dense_cases(1))
-    assert all(case.paged for case in peers.serving_cases(1)) and len(peers.serving_cases(1)) == 18
+    assert all(case.paged for case in peers.serving_cases(1)) and len(peers.serving_cases(1)) == 21
     titles = [peers.title(case) for case in peers.dense_cases(1) + peers.serving_cases(1)]
     assert len(titles) == len(set(titles))

@@ -22,7 +22,7 @@ class Case:
 
     heads: of q and of k and v. paged: keys lie in pages of a cache; else requests are equally long
     and the tensors dense. Masks are causal unless `causal` is False; `window` counts a row's own
-    key.
+    key. fp8: keys and values are stored as e4m3 with a scale of 1.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     alibi: bool = False
+    fp8: bool = False
 
     @property
     def scale(self) -> float:

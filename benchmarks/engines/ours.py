@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,14 +36,18 @@ def _paged(case: Case, inputs: Inputs) -> Prepared:
         num_kv_heads=case.heads[1],
         head_dim=case.head_dim,
         q_dtype=case.dtype,
+        kv_format=fa.kv.Format("e4m3", "tensor") if case.fp8 else None,
     )
     storage = page_table(case.kv_lens, PAGE_SIZE, shuffled=True)
     place = slots(storage, case.kv_lens)
-    pages = []
+    pages: list[Any] = []
     for rows in (inputs.k, inputs.v):
         cache = rows.new_zeros(len(storage.page_indices) * PAGE_SIZE, *rows.shape[1:])
         cache[place] = rows
-        pages.append(cache.unflatten(0, (-1, PAGE_SIZE)))
+        cache = cache.unflatten(0, (-1, PAGE_SIZE))
+        if case.fp8:
+            cache = fa.kv.Stored(cache.to(torch.float8_e4m3fn), torch.ones(()))
+        pages.append(cache)
     engine.plan(indptr(case.q_lens), storage)
     out = torch.empty_like(inputs.q)
 

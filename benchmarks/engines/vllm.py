@@ -44,11 +44,14 @@ def _make(case: Case, inputs: Inputs) -> Mapping[str, Prepared]:
     (num_q_heads, num_kv_heads), head_dim = case.heads, case.head_dim
     storage = page_table(case.kv_lens, _BLOCK_SIZE, shuffled=True)
     blocks = len(storage.page_indices)
-    cache = torch.zeros(blocks, num_kv_heads, 2 * _BLOCK_SIZE, head_dim, dtype=case.dtype)
+    stored = ("fp8_e4m3", torch.uint8) if case.fp8 else ("auto", case.dtype)
+    scales = (1.0, 1.0, stored[0])  # of keys and of values
+    cache = torch.zeros(blocks, num_kv_heads, 2 * _BLOCK_SIZE, head_dim, dtype=stored[1])
     keys, values = cache.chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(
-        inputs.k, inputs.v, keys, values, slots(storage, case.kv_lens), isa
-    )
+    new = [inputs.k, inputs.v]
+    if case.fp8:  # it rounds towards zero on the way in, which leaves values of e4m3 alone
+        new = [x.to(torch.float8_e4m3fn).to(case.dtype) for x in new]
+    ops.cpu_attn_reshape_and_cache(*new, keys, values, slots(storage, case.kv_lens), isa, *scales)
     counts = storage.page_indptr.diff().tolist()
     rows = storage.page_indices.split(counts)
     table = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
@@ -57,13 +60,14 @@ def _make(case: Case, inputs: Inputs) -> Mapping[str, Prepared]:
     window = -1 if case.window is None else case.window
     metadata = ops.get_scheduler_metadata(
         len(case.q_lens), num_q_heads, num_kv_heads, head_dim, lengths, case.dtype, starts,
-        case.causal, window, isa, True, None,
+        case.causal, window, isa, True, None, stored[0],
     )  # fmt: skip
     slopes = alibi_slopes(num_q_heads).float() if case.alibi else None
     out = torch.empty_like(inputs.q)
     run = partial(
         ops.cpu_attention_with_kv_cache, inputs.q, keys, values, out, starts, lengths, case.scale,
         case.causal, slopes, window, table, case.softcap or 0.0, metadata, None, None,
+        *scales,
     )  # fmt: skip
 
     def result() -> torch.Tensor:

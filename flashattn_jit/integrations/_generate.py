@@ -23,9 +23,8 @@ from flashattn_jit.integrations._batch_requests import (
     processors_of,
     requests_of,
 )
-from flashattn_jit.integrations._packed_cache import PackedCache
 from flashattn_jit.integrations._packed_models import check_lengths, takes_positions
-from flashattn_jit.integrations._paged_cache import cache_for
+from flashattn_jit.integrations._paged_cache import PackedCache, cache_for
 from flashattn_jit.integrations._request_queue import RequestQueue
 from flashattn_jit.ops.arguments.checks import check_int
 

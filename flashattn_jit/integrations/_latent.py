@@ -114,7 +114,7 @@ def _checked(layer: Any, weight: Any, expand: Any) -> AbsorbedMLA | None:
         return None
     with torch.no_grad():
         found = absorb_mla(weight.detach(), weight.shape[0] // (nope + v_dim), nope, v_dim)
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device="cpu").manual_seed(0)
         latent, k_rope = (
             torch.randn(1, 1, 2, n, generator=generator, device="cpu").to(weight)
             for n in (weight.shape[1], rope)

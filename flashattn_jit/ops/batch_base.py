@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from .. import _C
-from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, target_on_device
+from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, target_on_device
 from ..errors import InputError
-from ..formats import KvFormat, Stored, kv_bytes, read_formats
-from ..stored_hooks import check_partial, codes_of, decoded, decodings
+from ..formats import Formats, KvFormat, Stored, kv_bytes, read_formats
+from ..stored_hooks import Decodings, check_partial, codes_of, decoded, decodings
 from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks
@@ -59,6 +59,16 @@ class Level(NamedTuple):
     tokens: Array | None
     stored: ReadStorage
     held: tuple[torch.Tensor, ...]
+
+
+class OverFormats(NamedTuple):
+    """What computes attention over keys and values of some formats."""
+
+    formats: Formats
+    decodings: Decodings
+    variant: Variant
+    kernels: Kernels
+    observed: Observed
 
 
 class BatchBase:
@@ -107,10 +117,8 @@ class BatchBase:
         checks.check_head_dims(head_dim, head_dim, head_dim_v)
         if v_in_k:
             check_values_in_keys(head_dim, head_dim_v, self._formats)
-        self._decodings = decodings(self._formats, head_dim, head_dim_v)
-        self._variant = decoded(self._given, self._decodings)
-        self.pointwise = is_pointwise(self._variant)  # then runs have no lse
-        self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
+        decodings(self._formats, head_dim, head_dim_v)  # raises before anything is resolved
+        self.pointwise = is_pointwise(self._given)  # then runs have no lse
         if limits is not None and not isinstance(limits, Limits):
             raise InputError(f"limits must be an fa.Limits, got {type(limits).__name__}")
         if cuda_graph and limits is None:
@@ -119,25 +127,17 @@ class BatchBase:
                 "fixed buffers, whose sizes follow from the largest batch"
             )
         resolved = target_on_device(own, target)
-        k_dtype, v_dtype = (f.dtype if f else kv_dtype for f in self._formats)
-        if not on_cpu(resolved):
-            stand_ins = [torch.empty(0, dtype=d, device="cpu") for d in (q_dtype, k_dtype, v_dtype)]
-            check_matrix_dtypes(stand_ins, resolved)
-        if wrong := unscaled_integers(present_hooks(self._variant).__contains__, k_dtype, v_dtype):
-            raise InputError(wrong)
-        self._kernels = Kernels(
-            Options(
-                num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, k_dtype, v_dtype, own,
-                resolved, limits, cuda_graph, batch_invariant,
-                kv_bytes(self._formats, (k_dtype, v_dtype), num_kv_heads, head_dim, head_dim_v),
-                bool(v_in_k),
-            )
+        self._plain = Options(
+            num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_dtype, own,
+            resolved, limits, cuda_graph, batch_invariant, v_in_k=bool(v_in_k),
         )  # fmt: skip
+        self._by_formats: dict[tuple[Formats, bool], OverFormats] = {}
+        over = self._over(self._formats)
+        self._decodings, self._variant, self._kernels, self._observed = over[1:]
+        self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
         self._workspace = Workspace(workspace, own)
         self._target = target  # not resolved: a copy may be unpickled on another machine
         self._state: DeviceState | None = None
-        options = self._kernels.options
-        self._observed = Observed(not options.cpu and not options.whole_rows)
         self._planned: Planned | MixedPlanned | None = None
         self.number = next(_numbers)  # identifies the object in graphs
         _objects[self.number] = self
@@ -156,6 +156,34 @@ class BatchBase:
             "target": self._target,
         }  # fmt: skip
         return _made_again, (type(self), self._given, made)
+
+    def _over(self, formats: Formats, rotate_back: bool = False) -> OverFormats:
+        """What computes attention over keys and values of some formats; made once.
+
+        rotate_back: see `decoded`. Raises InputError for formats that do not fit the object.
+        """
+        found = self._by_formats.get((formats, rotate_back))
+        if found is not None:
+            return found
+        plain = self._plain
+        if plain.v_in_k:
+            check_values_in_keys(plain.head_dim, plain.head_dim_v, formats)
+        sides = decodings(formats, plain.head_dim, plain.head_dim_v)
+        variant = decoded(self._given, sides, rotate_back=rotate_back)
+        k_dtype, v_dtype = (f.dtype if f else plain.k_dtype for f in formats)
+        if not plain.cpu:
+            dtypes = (plain.q_dtype, k_dtype, v_dtype)
+            stand_ins = [torch.empty(0, dtype=d, device="cpu") for d in dtypes]
+            check_matrix_dtypes(stand_ins, plain.target)
+        if wrong := unscaled_integers(present_hooks(variant).__contains__, k_dtype, v_dtype):
+            raise InputError(wrong)
+        bytes_ = kv_bytes(
+            formats, (k_dtype, v_dtype), plain.num_kv_heads, plain.head_dim, plain.head_dim_v
+        )
+        options = replace(plain, k_dtype=k_dtype, v_dtype=v_dtype, kv_bytes=bytes_)
+        observed = Observed(not options.cpu and not options.whole_rows)
+        made = OverFormats(formats, sides, variant, Kernels(options), observed)
+        return self._by_formats.setdefault((formats, rotate_back), made)
 
     @property
     def variant(self) -> Variant:
@@ -371,9 +399,14 @@ class BatchBase:
         sparsity: Sparsity | None,
         q_offset: Offset,
         params: Params,
+        over: OverFormats | None = None,
     ) -> Planned:
-        """A plan that is not in force yet. Levels whose keys are elsewhere count in positions."""
-        options = self._kernels.options
+        """A plan that is not in force yet. Levels whose keys are elsewhere count in positions.
+
+        over: the object's own formats by default.
+        """
+        over = self._over(self._formats) if over is None else over
+        options = over.kernels.options
         rows, _rows_held = host_array("q_indptr", q_indptr)
         offset, _offset_held = offset_array(q_offset, rows[1] - 1)
         try:
@@ -389,7 +422,7 @@ class BatchBase:
             lengths.num_requests, options.num_q_heads, options.num_kv_heads, lengths.max_q_len,
             lengths.max_kv_len, options.head_dim, options.head_dim_v, options.device,
         )  # fmt: skip
-        variant, lists = self._variant, None
+        variant, lists = over.variant, None
         bits: dict[str, Any] = {}
         if sparsity is not None:
             variant, lists, bits = self._sparse(sparsity, lengths, q_offset)
@@ -404,10 +437,10 @@ class BatchBase:
                 num_levels = max(num_levels, before.batch.num_levels)
         given = {**params, **bits}
         keys = _keys(stored, levels)
-        bound = bind_plan(variant, dims, given, self._observed.dtypes)
-        batch = Batch(self._kernels, variant.name, lengths, dims, keys, lists, num_levels)
+        bound = bind_plan(variant, dims, given, over.observed.dtypes)
+        batch = Batch(over.kernels, variant.name, lengths, dims, keys, lists, num_levels)
         self._check_variant(batch, bound)
-        unaligned = self._observed.unaligned
+        unaligned = over.observed.unaligned
         first = batch_plan.vary(batch, bound, unaligned)
         self._workspace.check(first.native.workspace_bytes)
         if options.cuda_graph and (before := self._one_before()) is not None:
@@ -418,7 +451,7 @@ class BatchBase:
             self._state = DeviceState(options.device, options.target, options.cuda_graph)
         first.commit(self._state)
         return Planned(
-            batch, variant, given, first, unaligned, self._state, self._workspace, self._observed
+            batch, variant, given, first, unaligned, self._state, self._workspace, over.observed
         )
 
     def _one_before(self) -> Planned | None:

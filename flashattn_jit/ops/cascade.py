@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..errors import InputError, VariantError
-from ..formats import Stored
+from ..formats import Formats, Stored, read_formats
+from ..stored_hooks import Decodings, check_partial, codes_of
 from ..torch_modes import on_host
 from ..variants.binding import Bound
 from ..variants.ir.ir import keys_read_request
@@ -19,6 +21,7 @@ from .keys.level_pages import CascadeLevel, in_cache_pages
 from .keys.paged import Paged
 from .keys.prefixes import shared_prefixes
 from .keys.storage import read_storage
+from .launching.batch_run import level_param
 from .launching.mixed_run import MixedPlanned
 from .plan import Plan
 from .planning.batch_plan import Batch
@@ -42,6 +45,9 @@ class CascadeAttention(BatchBase):
         >>> cascade.plan(fa.cascade_levels(q_indptr, paged))
         >>> out = cascade.run(q, k_pages, v_pages)
     """
+
+    _levels: tuple[tuple[Formats, Decodings], ...] = ()
+    _rotate_back = False
 
     @on_host
     def plan(
@@ -83,30 +89,43 @@ class CascadeAttention(BatchBase):
                 "be None"
             )
         device = self._kernels.options.device
-        storages = in_cache_pages([level.storage for level in levels], device)
+        formats = [self._formats_of(i, level) for i, level in enumerate(levels)]
+        storages = in_cache_pages([level.storage for level in levels], formats, device)
         read = [
             _read(i, replace(level, storage=storage), device)
             for i, (level, storage) in enumerate(zip(shared, storages, strict=False))
         ]
         self._check_plan(None, mask_params)
         stored = read_storage(storages[-1], device)
-        paged = [bool(s.page_size) for s in (*(x.stored for x in read), stored)]
-        if len({*paged}) == 1:
-            planned = self._planned_now(own.q_indptr, stored, read, None, q_offset, mask_params)
-            return self._put_in_force(planned)
-        if self._kernels.options.cuda_graph:
+        # Levels of one part have k and v in common; the last part has the requests' own keys.
+        paged = (bool(s.page_size) for s in (*(x.stored for x in read), stored))
+        of_level = [*zip(paged, formats, strict=True)]
+        parts = [*dict.fromkeys(x for x in of_level if x != of_level[-1]), of_level[-1]]
+        if len(parts) > 1 and self._kernels.options.cuda_graph:
             raise InputError(
-                "levels are ragged and paged, which cuda_graph=True does not support; put all keys "
-                "into pages of one cache"
+                "levels are ragged and paged, or of several formats, which cuda_graph=True does "
+                "not support; put all keys into pages of one cache"
             )
-        parts = []
-        for kind in (not paged[-1], paged[-1]):
-            of_part = [x if p == kind else _elsewhere(x) for x, p in zip(read, paged, strict=False)]
-            keys = stored if kind == paged[-1] else stored.elsewhere()
-            parts.append(
-                self._planned_now(own.q_indptr, keys, of_part, None, q_offset, mask_params)
+        # States of parts are merged before an output is rotated back.
+        rotate_back = len({bool(values and values.rotate) for _, values in formats}) > 1
+        planned = []
+        for part in parts:
+            of_part = [
+                x if p == part else _elsewhere(x) for x, p in zip(read, of_level, strict=False)
+            ]
+            keys = stored if part == of_level[-1] else stored.elsewhere()
+            over = self._over(part[1], rotate_back)
+            planned.append(
+                self._planned_now(own.q_indptr, keys, of_part, None, q_offset, mask_params, over)
             )
-        return self._put_in_force(MixedPlanned(parts, [int(p == paged[-1]) for p in paged]))
+        # Equal values stay the same object, so that code compiled for one plan fits the next one.
+        known = tuple((one, self._over(one).decodings) for one in formats)
+        if known != self._levels:
+            self._levels = known
+        self._rotate_back = rotate_back
+        if len(planned) == 1:
+            return self._put_in_force(planned[0])
+        return self._put_in_force(MixedPlanned(planned, [parts.index(p) for p in of_level]))
 
     def run(
         self,
@@ -123,9 +142,10 @@ class CascadeAttention(BatchBase):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention over the planned batch, as `BatchAttention.run`.
 
-        Where some levels are ragged and others paged, k is a sequence of one (k, v) a level, the
-        outermost first, without v: equal ones for levels of one kind. Each kind has a launch, or
-        two, of its own, whose fp32 states of all rows are then merged and finalised by another one.
+        Where some levels are ragged and others paged, or have other formats, k is a sequence of one
+        (k, v) a level, the outermost first, without v: equal ones for levels of one kind. Each kind
+        has a launch, or two, of its own, whose fp32 states of all rows are then merged and
+        finalised by another one.
 
         Args:
             q, scale, return_lse, partial, out, lse, **params: as for `BatchAttention.run`.
@@ -133,33 +153,79 @@ class CascadeAttention(BatchBase):
             v: the values of all levels; None with a sequence. With v_in_k there are none: k is the
                 keys of all levels, or a sequence of one k a level.
 
-        With a kv_format k and v are `fa.kv.Stored`, and all levels have one k and v.
+        k and v of levels with a kv_format are `fa.kv.Stored`.
 
         Returns:
             As `BatchAttention.run`.
 
         Raises:
-            InputError: there is not one (k, v) a level, or levels of one kind have different ones.
+            InputError: there is not one (k, v) a level, levels of one kind have different ones, or
+                one is not of its level's format.
             ParamError, CompileError, LaunchError, GradError: as `BatchAttention.run`.
 
         Example:
             >>> out = cascade.run(q, [(k_prefix, v_prefix), (k_pages, v_pages)])
         """
-        more: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._kernels.options.v_in_k:
             if isinstance(k, Sequence):
-                k, v = [self._values(x, v, scale) for x in k], None  # type: ignore[misc,arg-type]
+                k, v = [self._values(x, v, scale) for x in k], None  # type: ignore[arg-type, misc]
             else:
                 k, v = self._values(k, v, scale)
+        pairs = [(k, v)] if v is not None else []
         if v is None or not isinstance(k, torch.Tensor | Stored):
-            (k, v), *more = _pairs(k, v)
-            if more and any(isinstance(x, Stored) for pair in ((k, v), *more) for x in pair):
-                raise InputError(
-                    "levels with keys and values of their own cannot be quantised; put all keys "
-                    "into one k and v"
-                )
-        k, v = self._codes(k, v, partial, params)
+            pairs = _pairs(k, v)
+        (k, v), *more = self._level_codes(pairs, partial, params)
         return self._run(q, k, v, more, params, scale, return_lse, partial, out, lse)
+
+    def _formats_of(self, number: int, level: CascadeLevel) -> Formats:
+        """The formats of a level's keys and values. Raises InputError."""
+        if level.kv_format is None:
+            return self._formats
+        try:
+            formats = read_formats(level.kv_format)
+            self._over(formats)
+        except InputError as error:
+            raise InputError(f"levels[{number}]: {error}") from None
+        return formats
+
+    def _level_codes(
+        self, pairs: list[tuple[Any, Any]], partial: bool, params: dict[str, object]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """k and v of levels as tensors: codes, whose numbers are added to params, those of several
+        levels by `level_param`. Raises InputError."""
+        plain = all(isinstance(x, torch.Tensor) for pair in pairs for x in pair)
+        levels = self._levels or ((self._formats, self._decodings),)
+        if plain and all(formats == (None, None) for formats, _ in levels):
+            return pairs
+        if any(level != levels[0] for level in levels):
+            if len(pairs) != len(levels):
+                raise InputError(
+                    f"run() got {len(pairs)} pairs of k and v, but {len(levels)} levels are "
+                    "planned, of several formats; pass a list of one (k, v) a level, the outermost "
+                    "first"
+                )
+        else:
+            levels = (levels[0],) * len(pairs)
+        found = []
+        for i, ((k, v), ((own_k, own_v), (of_k, of_v))) in enumerate(
+            zip(pairs, levels, strict=True)
+        ):
+            numbers: dict[str, object] = {}
+            try:
+                if not self._rotate_back:
+                    check_partial(of_v, self._given, partial)
+                k = codes_of("k", k, own_k, of_k, numbers)
+                v = codes_of("v", v, own_v, of_v, numbers)
+            except InputError as error:
+                raise InputError(f"level {i}: {error}" if len(pairs) > 1 else str(error)) from None
+            for name, value in numbers.items():
+                if name in params:
+                    raise InputError(
+                        f"{name} is given, but {name[0]} is an fa.kv.Stored, which has its own"
+                    )
+                params[level_param(i, name) if len(pairs) > 1 else name] = value
+            found.append((k, v))
+        return found
 
     def _check_variant(self, batch: Batch, bound: Bound) -> None:
         if batch.num_levels and keys_read_request(bound.ir):
@@ -170,7 +236,7 @@ class CascadeAttention(BatchBase):
             )
 
 
-def _pairs(k: object, v: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(k: object, v: object) -> list[tuple[Any, Any]]:
     """A sequence of (k, v). Raises InputError for anything else."""
     pairs = [] if isinstance(k, torch.Tensor | Stored) or not isinstance(k, Sequence) else list(k)
     fit = all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs)

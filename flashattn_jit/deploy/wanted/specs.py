@@ -25,6 +25,7 @@ def wanted_specs(
     formats: Sequence[str] | None = None,
     heads: tuple[int, int] | None = None,
     params: Mapping[str, object] | None = None,
+    kv_format: Any = None,
     allow_cpp: bool = False,
 ) -> list[AnySpec]:
     """All specs that calls like these can ask for; see `warm` for the arguments.
@@ -53,7 +54,8 @@ def wanted_specs(
             "recorded; CUDA targets take bfloat16 and float16 (sm_75: float16)"
         )
     if variants:
-        from . import structures  # imports torch, which manifests need not
+        from ...formats import read_formats  # imports torch, which manifests need not
+        from . import structures
 
         if not head_dims or not dtypes:
             raise InputError(
@@ -67,11 +69,12 @@ def wanted_specs(
             formats,
             heads,
             params or {},
+            None if kv_format is None else read_formats(kv_format),
         )
-    elif head_dims or dtypes or params or heads or formats:
+    elif head_dims or dtypes or params or heads or formats or kv_format is not None:
         raise InputError(
-            "head_dims, dtypes, formats, num_q_heads, num_kv_heads and params are for variants; a "
-            "manifest says its own"
+            "head_dims, dtypes, formats, num_q_heads, num_kv_heads, params and kv_format are for "
+            "variants; a manifest says its own"
         )
     # Names do not count, nor those of params: equal documents are one kernel.
     return list({spec.document(): spec for spec in reversed(found)}.values())[::-1]

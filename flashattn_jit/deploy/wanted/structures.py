@@ -15,16 +15,18 @@ import torch
 
 from ...codegen.spec import AnySpec, takes_dtypes
 from ...errors import FlashAttnJitError, InputError, ParamError
+from ...formats import Formats
 from ...ops.planning.batch_params import stand_in
 from ...planner.reachable import FORMATS, reachable, utilities
 from ...variants import library
 from ...variants.binding import Bound, bind
 from ...variants.compose import present_hooks
+from ...variants.ir.dtypes import KV_NAMES
 from ...variants.ir.ir import VariantIR, unscaled_integers
 from ...variants.params import MISSING, Dims, declared_params
 from ...variants.variant import Variant, as_variant
 from .arguments import Dtypes, HeadDims
-from .compositions import compositions
+from .compositions import OfHeads, compositions, over_codes
 
 _PROBES = (
     Dims(batch=2, num_q_heads=16, num_kv_heads=4, q_len=128, kv_len=256),
@@ -46,12 +48,18 @@ def specs_of(
     formats: Sequence[str] | None,
     heads: tuple[int, int] | None,
     params: Mapping[str, object],
+    stored: Formats | None = None,
 ) -> list[AnySpec]:
     """All that `reachable` and `utilities` list for some variants.
+
+    stored: formats of keys and values, in place of their dtypes.
 
     Combinations that a target has no kernels for are left out. Raises InputError where nothing is
     left, of all or of one variant; ParamError, TraceError as a call does.
     """
+    if stored is not None:
+        names = [form and KV_NAMES[form.dtype] for form in stored]
+        dtypes = [(q, names[0] or k, names[1] or v) for q, k, v in dtypes]
     pairs = [(t, d) for t in targets for d in dtypes if takes_dtypes(t, d)]
     if not pairs:
         raise InputError(
@@ -65,17 +73,21 @@ def specs_of(
             raise ParamError(f"params: no variant has a param {name!r}")
     found: list[AnySpec] = []
     for chosen in variants:
-        made_of = list(compositions(chosen, formats or FORMATS))
-        if not made_of:
-            raise InputError(
-                f"formats: no calls of {chosen.name} are {' or '.join(formats or FORMATS)}; "
-                "max_scores is for what flex_attention makes of a score_mod and a mask_mod, tree, "
-                "bits and block_bits are for masks that are no C++ text, append for key_mod and "
-                "value_mod"
-            )
         before = len(found)
-        for made in made_of:
-            for head_dim, head_dim_v in head_dims:
+        for head_dim, head_dim_v in head_dims:
+            made_of = list(
+                compositions(chosen, formats or FORMATS)
+                if stored is None
+                else over_codes(chosen, stored, (head_dim, head_dim_v), formats or FORMATS)
+            )
+            if not made_of:
+                raise InputError(
+                    f"formats: no calls of {chosen.name} are {' or '.join(formats or FORMATS)}; "
+                    "max_scores is for what flex_attention makes of a score_mod and a mask_mod, "
+                    "tree, bits and block_bits are for masks that are no C++ text, append for "
+                    "key_mod and value_mod, block_mask and max_scores for values without kv_format"
+                )
+            for made in made_of:
                 dims = (head_dim, made.head_dim_v or head_dim_v)
                 given = {**params, **made.params}
                 irs = [(bound_for(made.variant, dims, heads, given).ir, made.formats)]
@@ -146,8 +158,15 @@ def bound_for(
     for probe in _PROBES if reads_sizes else (Dims(),):
         # Sizes that are not known are not compared with those of given tensors.
         sizes = Dims(num_q_heads=probe.num_q_heads, num_kv_heads=probe.num_kv_heads)
+        sized = _sized(sizes if given else probe, dims, heads)
+        known = {
+            name: value.value(2 if sized.num_kv_heads < 0 else sized.num_kv_heads)
+            if isinstance(value, OfHeads)
+            else value
+            for name, value in given.items()
+        }
         try:
-            bounds.append(bind(chosen, _sized(sizes if given else probe, dims, heads), given))
+            bounds.append(bind(chosen, sized, known))
         except ParamError as error:
             raise ParamError(f"{error}{_remedy(chosen, given, heads)}") from error
     if any(bound.ir != bounds[0].ir for bound in bounds):

@@ -51,6 +51,7 @@ def warm(
     num_q_heads: int | None = None,
     num_kv_heads: int | None = None,
     params: Mapping[str, object] | None = None,
+    kv_format: Any = None,
     jobs: int | None = None,
     executor: Executor | None = None,
     progress: Progress = True,
@@ -73,6 +74,11 @@ def warm(
         num_kv_heads: likewise.
         params: for variants: values of params without a default. Their dtypes, ranks and strides
             count, their values and sizes do not.
+        kv_format: for variants: an `fa.kv.Format` of keys and values, or a pair of one for k and
+            one for v, None for values as they are: kernels of calls on `fa.kv.Stored`, of appends
+            into it, and of its levels in a cascade. `dtypes` then says the queries'. Scales are
+            expected with the strides that `Format.quantize` and `fa.kv.Cache` give them; give
+            num_q_heads and num_kv_heads where there is one KV head.
         jobs: kernels compiled at a time; as many as there are cores by default.
         executor: a `concurrent.futures.Executor` to build in, such as a pool over many machines,
             instead of processes of this one. Its workers import this package, build in caches of
@@ -96,6 +102,7 @@ def warm(
     Example:
         >>> fa.warm("m.jsonl", targets=("cpu:avx2", "sm_90"), jobs=8)
         >>> fa.warm(fa.Causal(), head_dims=(64, 128), dtypes="bf16", targets="all")
+        >>> fa.warm(fa.Causal(), head_dims=128, dtypes="bf16", kv_format=fa.kv.Format("int8"))
     """
     begin = time.perf_counter()
     if jobs is not None and jobs < 1:
@@ -105,7 +112,7 @@ def warm(
     heads = None if num_q_heads is None or num_kv_heads is None else (num_q_heads, num_kv_heads)
     specs = wanted_specs(
         what, head_dims=head_dims, dtypes=dtypes, targets=targets, formats=formats, heads=heads,
-        params=params, allow_cpp=allow_cpp,
+        params=params, kv_format=kv_format, allow_cpp=allow_cpp,
     )  # fmt: skip
     done, missing = _look_up(specs)
     never = env.compile_mode() == "never"  # executors' processes need not know it

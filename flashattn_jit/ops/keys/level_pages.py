@@ -1,7 +1,7 @@
 """Levels of a cascade, and their page tables in pages of the cache's size.
 
-The smallest page_size of all levels is the cache's. Page p of a level whose pages are m times as
-large is the m pages of the cache from p * m on.
+The smallest page_size of all levels in a cache is the cache's. Page p of a level whose pages are m
+times as large is the m pages of the cache from p * m on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from ... import _C
 from ...errors import InputError
+from ...formats import Formats, KvFormat
 from ...torch_modes import is_capturing
 from ..arguments.calls import host_array
 from ..arguments.checks import check_int
@@ -36,6 +37,9 @@ class CascadeLevel:
             is m times that is pages p * m to p * m + m - 1 of k and v.
         tokens: int32 or int64 cpu tensor of packed query tokens, each at most once per level, those
             of a request contiguous; by default entry e is token e. None in the last level.
+        kv_format: of the level's keys and values; that of the cascade by default. (None, None) for
+            values as they are. Levels of another format are in k and v of their own, with a
+            page_size of their own.
 
     The keys of a request are those of its groups, from the outermost level on, then its own. All
     tokens of a group must have the same number of keys in the levels before it.
@@ -44,25 +48,29 @@ class CascadeLevel:
     q_indptr: torch.Tensor
     storage: Storage
     tokens: torch.Tensor | None = None
+    kv_format: KvFormat | None = None
 
 
-def in_cache_pages(storages: Sequence[Storage], device: torch.device) -> Sequence[Storage]:
-    """The storages of all levels, the requests' own last, with the paged ones in pages of one size.
+def in_cache_pages(
+    storages: Sequence[Storage], formats: Sequence[Formats], device: torch.device
+) -> Sequence[Storage]:
+    """The storages of all levels, the requests' own last, with the paged ones of each format, which
+    are in one cache, in pages of one size.
 
-    Returns `storages` unchanged if all page sizes are equal. Raises InputError if a page size is no
+    Returns `storages` unchanged if page sizes are equal. Raises InputError if a page size is no
     multiple of the smallest, or the pages of its level are wrong.
     """
     levels = [*range(len(storages) - 1), None]
-    sizes = [
-        check_int(f"{_where(level)}page_size", s.page_size, 1, rule=PAGE_SIZE_RULE)
-        for level, s in zip(levels, storages, strict=True)
-        if isinstance(s, Paged)
-    ]
-    if not sizes or min(sizes) == max(sizes) or is_capturing(device):
+    sizes: dict[Formats, list[int]] = {}
+    for level, s, own in zip(levels, storages, formats, strict=True):
+        if isinstance(s, Paged):
+            size = check_int(f"{_where(level)}page_size", s.page_size, 1, rule=PAGE_SIZE_RULE)
+            sizes.setdefault(own, []).append(size)
+    if all(min(s) == max(s) for s in sizes.values()) or is_capturing(device):
         return storages
     return [
-        _divided(s, i, min(sizes), device) if isinstance(s, Paged) else s
-        for i, s in zip(levels, storages, strict=True)
+        _divided(s, i, min(sizes[own]), device) if isinstance(s, Paged) else s
+        for i, s, own in zip(levels, storages, formats, strict=True)
     ]
 
 
@@ -77,7 +85,7 @@ def _divided(paged: Paged, level: int | None, size: int, device: torch.device) -
     if rest:
         raise InputError(
             f"{where}page_size={paged.page_size} is no multiple of {size}, the smallest page_size "
-            "of all levels, in which the cache is kept"
+            "of all levels of one format, in which the cache is kept"
         )
     if factor == 1:
         return paged

@@ -98,7 +98,9 @@ class Planned:
         batch = self.batch
         if more:
             kind = "paged" if batch.keys.page_size else "ragged"
-            k, v = only_pair(((k, v), *more), range(len(more) + 1), kind)
+            levels = range(len(more) + 1)
+            k, v = only_pair(((k, v), *more), levels, kind)
+            params = level_params(params, levels)
         if params:
             refuse_mask_params(self.variant, params, self.first.mask_params)
         bound = bind(self.variant, batch.dims, {**self.params, **params} if params else self.params)
@@ -140,8 +142,8 @@ class Planned:
     def check_transforms(self, params: Params) -> None:
         """Raises GradError or InputError if the variant holds a tensor of a transform."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            batch = self.batch
-            bind_outside_modes(self.variant, batch.dims, {**self.params, **params})
+            batch, own = self.batch, level_params(params, None)
+            bind_outside_modes(self.variant, batch.dims, {**self.params, **own})
 
     def _vary(self, bound: Bound, unaligned: bool, params: Params) -> Variation:
         """Another variation of the batch, planned now."""
@@ -184,6 +186,38 @@ def only_pair(pairs: Pairs, levels: Sequence[int], kind: str) -> tuple[torch.Ten
                     + ", the same (k, v) for both, is what they are planned in"
                 )
     return pairs[0]
+
+
+def level_param(level: int, name: str) -> str:
+    """The name of a param that `Stored` keys or values of one level bring, beside user's params."""
+    return f"{level}:{name}"
+
+
+def level_params(params: Params, levels: Sequence[int] | None) -> Params:
+    """The params of a part of a cascade: user's, and those that the k and v of its levels bring.
+
+    levels: the part's; None for all. Raises InputError where levels of one k and v differ.
+    """
+    found: dict[str, object] = {}
+    for key, value in params.items():
+        level, colon, name = key.rpartition(":")
+        if not colon:
+            found[key] = value
+            continue
+        if levels is not None and int(level) not in levels:
+            continue
+        own = found.setdefault(name, value)
+        same = own is value or (
+            checks.is_same_memory(own, value)
+            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)
+            else own == value
+        )
+        if not same:
+            raise InputError(
+                f"level {level} has the codes of another level, but a {name} of its own; levels of "
+                "one kind and format have one k and one v, the same fa.kv.Stored"
+            )
+    return found
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Runs of cascades whose levels lie in two storages: one plan a storage, then one finish.
+"""Runs of cascades whose levels lie in several storages: one plan a storage, then one finish.
 
+Levels that are ragged and those that are paged are in two storages, as are levels of two formats.
 Each part runs its own kernels on its own k and v and leaves an unfinalised state of every row. The
 merge of a kernel's artifact joins them and finalises: sink, `output_mod` and rounding happen once.
-Parts know the keys of the other one by their number, so that hooks see logical positions.
+Parts know the keys of the others by their number, so that hooks see logical positions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..arguments import checks
 from ..arguments.calls import Call, bind_tensors, given_layouts, result_dtype
 from ..planning.batch_params import Params
 from ..planning.batch_plan import Variation
-from .batch_run import KEPT_LAUNCHES, Pairs, Planned, only_pair
+from .batch_run import KEPT_LAUNCHES, Pairs, Planned, level_params, only_pair
 from .launches import Workspace, check_results, launch, make_launch
 
 _ROWS = 64
@@ -30,7 +31,7 @@ _ROWS = 64
 
 
 class MixedPlanned:
-    """The plans in force of a cascade over two storages; like `Planned` for those who run it.
+    """The plans in force of a cascade over several storages; like `Planned` for those who run it.
 
     parts: one plan a storage; the last one has the requests' own keys. of_level: the part of each
     level, outermost first.
@@ -71,23 +72,32 @@ class MixedPlanned:
         states = _States(self.parts[-1], len(self.parts), q)
         for i, (part, (keys, values)) in enumerate(zip(self.parts, pairs, strict=True)):
             of_part = None if self.pointwise else states.lses[i]
-            part.run(q, keys, values, params, scale, False, True, states.outs[i], of_part)
+            own = level_params(params, self._levels(i))
+            part.run(q, keys, values, own, scale, False, True, states.outs[i], of_part)
+        params = level_params(params, self._levels(-1))
         return self._finish(q, pairs, params, scale, return_lse, partial, out, lse, states)
 
     def check_transforms(self, params: Params) -> None:
         """As `Planned.check_transforms`."""
-        self.parts[-1].check_transforms(params)
+        for i, part in enumerate(self.parts):
+            part.check_transforms(level_params(params, self._levels(i)))
+
+    def _levels(self, part: int) -> list[int]:
+        """The levels of a part."""
+        part %= len(self.parts)
+        return [i for i, own in enumerate(self.of_level) if own == part]
 
     def _pairs(self, pairs: Pairs) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The k and v of each part. Raises InputError unless there is one pair a level."""
         if len(pairs) != len(self.of_level):
             raise InputError(
                 f"run() got {len(pairs)} pairs of k and v, but {len(self.of_level)} levels are "
-                "planned, in two storages; pass a list of one (k, v) a level, the outermost first"
+                f"planned, in {len(self.parts)} storages; pass a list of one (k, v) a level, the "
+                "outermost first"
             )
         found = []
         for part in range(len(self.parts)):
-            levels = [i for i, own in enumerate(self.of_level) if own == part]
+            levels = self._levels(part)
             kind = "paged" if self.parts[part].batch.keys.page_size else "ragged"
             found.append(only_pair([pairs[i] for i in levels], levels, kind))
         return found

@@ -255,7 +255,7 @@ def test_wrong_pairs_are_refused() -> None:
     other = tuple(t.clone() for t in pages)
     before = cascade.run(mixed.q, mixed.pairs)
     for given, words in (
-        ((mixed.q, k, v), "got 1 pairs of k and v, but 3 levels are planned, in two storages"),
+        ((mixed.q, k, v), "got 1 pairs of k and v, but 3 levels are planned, in 2 storages"),
         ((mixed.q, [(k, v), pages]), "got 2 pairs"),
         ((mixed.q, [(k, v), pages, other]), "levels 1 and 2 are both paged, but have different k"),
         ((mixed.q, [(k, v), pages, pages], v), "instead of both a list of one"),

@@ -372,3 +372,32 @@ def test_what_is_refused_writes_nothing(wrong: str) -> None:
     call, kind, message = wrong_appends()[wrong]
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("kv_format", [None, fa.kv.Format("int4", rotate=True)])
+def test_a_constant_taken_off_all_keys_is_not_seen_by_softmax(kv_format) -> None:
+    """An append's transform takes the mean key off, and codes of 4 bits lose less."""
+    mean, q = 6.0 * normal(0, 2, 64), normal(1, 3, 4, 64)
+    k, v = normal(2, 20, 2, 64) + mean, normal(3, 20, 2, 64)
+    centred = fa.variant(key_mod=lambda row, b, kv_h, kv_idx: row - mean[kv_h])
+    paged = fa.Paged(torch.tensor([0, 3]), torch.tensor([2, 0, 1]).int(), torch.tensor([4]), 8)
+    weights = torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(2, 1)) / 8
+    wanted = torch.einsum("hqk,khd->qhd", weights.softmax(-1), v.double().repeat_interleave(2, 1))
+    errors = []
+    for transform in (None, centred):
+        empty = torch.zeros(3, 8, 2, 64)
+        k_pages = empty.clone() if kv_format is None else kv_format.quantize(empty)
+        ends = torch.tensor([0, 20])
+        fa.append_paged_kv(k, v, k_pages, empty, ends, paged, transform=transform)
+        batch = fa.BatchAttention(
+            num_q_heads=4, num_kv_heads=2, head_dim=64, q_dtype=q.dtype,
+            kv_format=(kv_format, None),
+        )  # fmt: skip
+        batch.plan(torch.tensor([0, 3]), paged)
+        errors.append(
+            float((batch.run(q, k_pages, empty).double() - wanted).norm() / wanted.norm())
+        )
+    if kv_format is None:
+        assert max(errors) < 1e-5
+    else:
+        assert errors[1] < 0.5 * errors[0]

@@ -188,6 +188,17 @@ def test_torch_compile_takes_codes_and_scales(kv_format: fa.kv.Format) -> None:
     torch.testing.assert_close(compiled(q, *parts), call(q, *parts), rtol=0, atol=0)
 
 
+def test_rows_of_their_own_scale_may_be_no_numbers() -> None:
+    """As `Format.quantize` leaves rows with NaN: nothing is read, of up to every token's scale."""
+    stored = INT8.quantize(normal(0, 9, HKV, 64))
+    stored.scales[3, 1] = math.nan
+    again = Stored(stored.codes, stored.scales)
+    assert again.dequantize()[3, 1].isnan().all() and again.dequantize()[3, 0].isfinite().all()
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.full((2,), math.nan))
+        Stored(mode.from_tensor(stored.codes), fake)
+
+
 def run(batch: fa.BatchAttention, k: Any, v: Any, **params: Any) -> None:
     batch.plan(indptr([1]), fa.Ragged(indptr([9])))
     batch.run(normal(2, 1, HQ, 64), k, v, **params)
@@ -253,6 +264,22 @@ def wrong_calls() -> dict[str, tuple[Any, str]]:
         "codebook dtype": (
             lambda: Stored(INT4.quantize(rows).codes, stored.scales, codebook=torch.ones(16).int()),
             "codebook must be a tensor of float32",
+        ),
+        "NaN scale": (
+            lambda: Stored(stored.codes, torch.tensor(math.nan)), "scales is nan, which many slots",
+        ),
+        "NaN of a head": (
+            lambda: Stored(stored.codes, torch.tensor([1.0, math.nan])), r"scales\[1\] is nan",
+        ),
+        "infinite zero point": (
+            lambda: Stored(stored.codes, torch.ones(2), torch.tensor([math.inf, 0.0])),
+            r"zeros\[0\] is inf, which many slots share",
+        ),
+        "NaN in a codebook": (
+            lambda: Stored(
+                INT4.quantize(rows).codes, torch.ones(2), codebook=torch.full((16,), math.nan)
+            ),
+            r"codebook\[\d+\] is nan",
         ),
         "block": (
             lambda: Stored(stored.codes, stored.scales, block=3), "block=3 must be a power of two",
