@@ -32,8 +32,9 @@ class UnitMaker {
       make_listed();
     } else {
       const bool blocks = options_.row_block > 0;
+      const bool parts = !lengths_.whole_q_len.empty();
       for (int32_t e = 0; e < entities; ++e) {
-        if (blocks && q_len(e) > options_.row_block) make_tiles(e);
+        if (parts || (blocks && q_len(e) > options_.row_block)) make_tiles(e);
         else make_ranged(e);
       }
     }
@@ -42,6 +43,13 @@ class UnitMaker {
 
  private:
   int32_t q_len(int32_t entity) const { return lengths_.q_len[static_cast<size_t>(entity)]; }
+
+  // That of the request which the entity is a part of, or its own.
+  int32_t whole_len(int32_t entity) const {
+    const auto& whole = lengths_.whole_q_len;
+    return static_cast<size_t>(entity) < whole.size() ? whole[static_cast<size_t>(entity)]
+                                                      : q_len(entity);
+  }
 
   const runtime::Module* mask_module() const {
     if (!options_.classify || lists_.q_block > 0) return nullptr;
@@ -58,11 +66,11 @@ class UnitMaker {
     int32_t before = 0, tiles = 0;
     for (int32_t e = 0; e < lengths_.num_requests + lengths_.num_groups; ++e) {
       if (q_len(e) == 0) continue;
-      if (q_len(e) == before) {
+      if (q_len(e) == before && lengths_.whole_q_len.empty()) {
         num_tiles_ += tiles;
         continue;
       }
-      const int kind = kind_of(q_len(e), lists_.q_block, group_size_, options_.few_rows);
+      const int kind = kind_of(whole_len(e), lists_.q_block, group_size_, options_.few_rows);
       // Packed rows, rounded up to a whole tile or granule, are counted in 32 bits.
       const int32_t rounding = std::max(kinds_[kind].tile_q, kinds_[kind].row_granule);
       if (int64_t{q_len(e)} * group_size_ + rounding > std::numeric_limits<int32_t>::max()) {
@@ -80,16 +88,11 @@ class UnitMaker {
     return num_tiles_;
   }
 
-  // Appends units of packed rows [begin, end), in nearly equal shares, which waste less than full
-  // tiles and a tail.
-  void add_rows(Unit unit, int32_t begin, int32_t end) {
+  // Appends units of packed rows [begin, end), in nearly equal shares of `span` rows (by default of
+  // these).
+  void add_rows(Unit unit, int32_t begin, int32_t end, int64_t span = 0) {
     const Kind& kind = kinds_[unit.kind];
-    const int32_t span = end - begin;
-    int32_t share = span;
-    if (span > kind.tile_q) {
-      share = std::min(kind.tile_q,
-                       round_up(ceil_div(span, ceil_div(span, kind.tile_q)), kind.row_granule));
-    }
+    const int32_t share = rows_of_tile(span > 0 ? span : end - begin, kind);
     const double full_ns = key_ns(kind, share);
     for (int32_t row = begin; row < end; row += share) {
       unit.row_begin = row;
@@ -137,12 +140,13 @@ class UnitMaker {
     Unit unit{};
     unit.entity = entity;
     unit.head = -1;
-    unit.kind = static_cast<int8_t>(kind_of(queries_len, 0, group_size_, options_.few_rows));
+    unit.kind = static_cast<int8_t>(kind_of(whole_len(entity), 0, group_size_, options_.few_rows));
+    const int64_t whole = options_.row_block > 0 ? 0 : int64_t{whole_len(entity)} * group_size_;
     const size_t first = units_.size();
     for (int64_t row = 0; row < queries_len; row += block) {
       const int64_t next = std::min<int64_t>(row + block, queries_len);
       add_rows(unit, static_cast<int32_t>(row) * group_size_,
-               static_cast<int32_t>(next) * group_size_);
+               static_cast<int32_t>(next) * group_size_, whole);
     }
     const int32_t tile_kv = kinds_[unit.kind].tile_kv;
     const int64_t span = int64_t{std::max(tile_kv, queries_len / kHullsARequest)} * group_size_;
@@ -284,6 +288,12 @@ class UnitMaker {
 int kind_of(int32_t q_len, int32_t q_block, int32_t group_size, int32_t few_rows) {
   const int64_t rows = q_block > 0 ? std::min(q_block, q_len) : q_len;
   return rows * group_size <= few_rows ? 1 : 0;
+}
+
+int32_t rows_of_tile(int64_t span, const Kind& kind) {
+  if (span <= kind.tile_q) return static_cast<int32_t>(span);
+  return std::min(kind.tile_q,
+                  round_up(ceil_div(span, ceil_div(span, kind.tile_q)), kind.row_granule));
 }
 
 std::vector<Unit> make_units(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],

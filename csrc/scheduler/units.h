@@ -34,4 +34,8 @@ std::vector<Unit> make_units(const Lengths& lengths, const KeyLists& lists, cons
 // PlanOptions::few_rows.
 int kind_of(int32_t q_len, int32_t q_block, int32_t group_size, int32_t few_rows);
 
+// Packed rows of each tile, but the last one, of a request or block of `span` packed rows: nearly
+// equal shares, which waste less than full tiles and a tail.
+int32_t rows_of_tile(int64_t span, const Kind& kind);
+
 }  // namespace fajit::scheduler

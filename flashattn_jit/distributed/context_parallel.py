@@ -1,0 +1,490 @@
+"""`fa.ContextParallel`: one batch over the ranks of a process group, balanced by its mask."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import InputError, VariantError
+from ..ops.arguments import checks
+from ..ops.arguments.calls import Offset, host_array
+from ..ops.planning.batch_params import bind_plan
+from ..torch_modes import is_direct, need_values, on_host
+from ..variants.binding import Bound
+from ..variants.placed import HeadPlaces, placed, placed_heads, reads_head, reads_request
+from ..variants.variant import Variant
+from .costs import (
+    Rates,
+    Way,
+    cheapest,
+    measured_rates,
+    way_of_heads,
+    way_of_keys,
+    way_of_states,
+)
+from .dealt_batch import DealtBatch, Whole, held, own_runs, places
+from .group import NO_DIGEST, Ranks
+from .heads import ByHeads, all_rows, kv_heads_of
+from .needs import Pages, key_moves, query_moves
+from .parallel_plan import ParallelPlan
+from .routes import Route, begin_moves
+from .shares import Ints, Requests, Shares, even_shards
+from .states import AtKeys, plan_states, rows_at_keys
+
+
+class _Planned(NamedTuple):
+    """A plan in force. part: of the own rank, None for one without rows. ways: all considered."""
+
+    requests: Requests
+    shares: Shares
+    pages: Pages
+    part: DealtBatch | AtKeys | ByHeads | None
+    queries: Route
+    keys: Route
+    way: Way
+    ways: tuple[Way, ...]
+
+
+class ContextParallel:
+    """Attention over a batch whose tokens are divided among the ranks of a mesh.
+
+    `plan` deals the query rows out to ranks by what the mask keeps, for any mask, and finds which
+    keys each rank needs. `run` moves those rows and keys, computes, and brings the results back:
+    every rank passes its tokens and gets the results of its tokens.
+
+    Args:
+        variant: a `Variant`, a bare ``score_mod`` or ``mask_mod``, or None for plain attention.
+        mesh: a `torch.distributed.DeviceMesh` of one dim, such as one dim of a larger mesh, over
+            gloo on CPUs or NCCL on GPUs.
+        num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, batch_invariant, target:
+            as for `BatchAttention`. With batch_invariant the results have the same bits for any
+            number of ranks, one included, as those of a `BatchAttention`.
+        way: "keys": query rows and the keys that they need come together at one rank; "states":
+            rows go to all keys, and their states are merged, which suits few rows over many keys;
+            "heads": each rank gets all tokens of some kv heads, of which there must be as many as
+            ranks. By default each plan takes the one of the least predicted time.
+
+    Raises:
+        InputError: torch.distributed is not initialised, or the mesh has more than one dim, another
+            backend, or another device than the target; or as `BatchAttention`.
+        TargetError, VariantError: as `BatchAttention`.
+
+    All ranks make the same calls in the same order; `plan` compares what they were given. A rank
+    that fails or is gone makes the others raise DistributedError, at the latest after the timeout
+    of the process group. One thread uses an object at a time.
+
+    Source: context parallelism, Liu et al. 2023, arXiv 2310.01889 (ring attention) and Dubey et al.
+    2024, arXiv 2407.21783, section 3.3.2 (all-gathered keys); here keys that no row of a rank sees
+    are not sent.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (4,))
+        >>> parallel = fa.ContextParallel(fa.Causal(), mesh, num_q_heads=32, num_kv_heads=8,
+        ...                               head_dim=128, q_dtype=torch.bfloat16)
+        >>> parallel.plan(torch.tensor([0, 131072]))
+        >>> out = parallel.run(q, k, v)     # 32768 tokens each
+    """
+
+    def __init__(
+        self,
+        variant: Variant | Callable[..., object] | None,
+        mesh: object,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        q_dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
+        target: str | None = None,
+        way: str | None = None,
+    ) -> None:
+        self._ranks = Ranks(mesh)
+        if way not in (None, "keys", "states", "heads"):
+            raise InputError(
+                f'way={way!r} must be "keys", "states", "heads" or None, the cheapest of them'
+            )
+        if way == "states" and batch_invariant:
+            raise InputError(
+                'way="states" merges a state a rank, so that its bits depend on the number of '
+                'ranks; use way="keys" with batch_invariant=True'
+            )
+        self._way = way
+        self._rates: Rates | None = None
+        self._made: dict[str, Any] = {
+            "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
+            "head_dim_v": head_dim_v, "q_dtype": q_dtype, "kv_dtype": kv_dtype,
+            "batch_invariant": batch_invariant, "target": target, "device": self._ranks.device,
+        }  # fmt: skip
+        self._batch = DealtBatch(variant, **self._made)
+        self._planned: _Planned | None = None
+
+    @property
+    def variant(self) -> Variant:
+        """What is computed."""
+        return self._batch.variant
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    @on_host
+    def plan(
+        self,
+        q_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor | None = None,
+        *,
+        q_offset: Offset = "end",
+        q_shards: Sequence[int] | None = None,
+        kv_shards: Sequence[int] | None = None,
+        **mask_params: object,
+    ) -> ParallelPlan:
+        """Deal the rows of a batch out to the ranks, on the host; the same on every rank.
+
+        Args:
+            q_indptr: int32 or int64 cpu tensor [num_requests + 1] of the whole batch: request b has
+                the packed query tokens q_indptr[b] to q_indptr[b + 1].
+            kv_indptr: likewise of the key tokens; by default q_indptr.
+            q_offset: position of each request's first query token, as for `BatchAttention.plan`.
+            q_shards: [num_ranks + 1] ints from 0 to the number of query tokens: rank r passes the
+                packed query tokens q_shards[r] to q_shards[r + 1] to `run`. By default the tokens
+                are divided as by `torch.chunk`, which is how ``Shard(0)`` divides a DTensor.
+            kv_shards: likewise of the key tokens.
+            **mask_params: the variant's params that its mask reads, of the whole batch. On devices
+                other than the CPU tensors among them are not read: every key counts as needed.
+
+        Returns:
+            The plan, in force for the runs that follow.
+
+        Raises:
+            InputError, ParamError, CompileError: as `BatchAttention.plan`; also for shards that do
+                not ascend to the number of tokens.
+            VariantError: a hook is C++ text that reads b.
+            DistributedError: another rank failed, or was given something else. The previous plan
+                stays in force on every rank.
+
+        Example:
+            >>> print(parallel.plan(q_indptr).explain())
+        """
+
+        given = q_indptr if kv_indptr is None else kv_indptr
+
+        def work() -> tuple[_Planned, bytes]:
+            return self._plan(q_indptr, given, q_offset, q_shards, kv_shards, mask_params)
+
+        def rate() -> tuple[float, bytes]:
+            whole = self._batch.whole(q_indptr, given, q_offset)
+            return self._batch.pair_s(whole, mask_params), NO_DIGEST
+
+        if self._rates is None:
+            self._rates = measured_rates(self._ranks, self._ranks.agree("plan()", rate))
+
+        self._planned = planned = self._ranks.agree("plan()", work)
+        options = self._batch.options
+        return ParallelPlan(
+            planned.requests, planned.shares, planned.pages, options, planned.way, planned.ways
+        )
+
+    def _plan(
+        self, q_indptr: torch.Tensor, kv_indptr: torch.Tensor, q_offset: Offset,
+        q_shards: Sequence[int] | None, kv_shards: Sequence[int] | None, params: Mapping[str, Any],
+    ) -> tuple[_Planned, bytes]:  # fmt: skip
+        for name, value in params.items():
+            need_values(name, "batches are planned from them", (value,))
+        ranks, batch = self._ranks, self._batch
+        whole = batch.whole(q_indptr, kv_indptr, q_offset)
+        requests = read_requests(whole, q_indptr, kv_indptr, q_shards, kv_shards, ranks.size)
+        bound = bind_plan(batch.variant, whole.dims, params, {})
+        is_placed = reads_request(bound.ir, batch.variant.name)
+        if is_placed:
+            batch = self._placed(np.arange(whole.lengths.num_requests), requests)
+        tiles = batch.tiles(whole, params)
+        assert self._rates is not None
+        options = self._batch.options
+        shares, pages = batch.dealt(tiles, whole, params, requests)
+        at_keys = rows_at_keys(tiles, requests)
+        ways = [way_of_keys(requests, shares, pages, options, self._rates)]
+        if not options.batch_invariant:
+            ways.append(way_of_states(requests, at_keys, options, self._rates))
+        heads, by_heads = kv_heads_of(options.num_kv_heads, ranks.size), self._by_heads(bound)
+        every = all_rows(tiles, requests, heads)
+        if by_heads is not None:
+            ways.append(way_of_heads(requests, every, heads, options, self._rates))
+        if self._way is not None:
+            ways = [way for way in ways if way.name == self._way]
+        way = cheapest(ways)
+        rank = ranks.rank
+
+        def made(request: Ints) -> DealtBatch:
+            return self._placed(request, requests) if is_placed else self._another()
+
+        part: DealtBatch | AtKeys | ByHeads | None = None
+        if way.name == "heads":
+            assert by_heads is not None
+            by_heads.plan_heads(whole, requests, params)
+            part = ByHeads(by_heads, heads, options.group_size, requests)
+            shares = every
+        if way.name == "states":
+            part = plan_states(
+                made(held(requests.kv_shards, requests.kv_indptr, rank)[0]),
+                made(held(requests.q_shards, requests.q_indptr, rank)[0]),
+                whole, requests, at_keys, ranks, params,
+            )  # fmt: skip
+            shares = at_keys
+        queries = query_moves(shares, requests, rank)
+        keys = key_moves(pages, requests, rank)
+        if way.name == "keys" and queries.num_rows:
+            part = made(own_runs(requests, shares, rank)[0])
+            part.plan_rows(whole, requests, shares, pages, rank, params)
+        planned = _Planned(
+            requests, shares, pages, part, Route(queries, ranks), Route(keys, ranks), way,
+            tuple(ways),
+        )  # fmt: skip
+        return planned, self._digest(planned, bound)
+
+    def _by_heads(self, bound: Bound) -> DealtBatch | None:
+        """An object for the heads of the rank; None where heads cannot be divided."""
+        options, ranks = self._batch.options, self._ranks
+        variant, heads = self._batch.variant, kv_heads_of(options.num_kv_heads, ranks.size)
+        if options.num_kv_heads < ranks.size:
+            if self._way == "heads":
+                raise InputError(
+                    f'way="heads" divides the kv heads, but num_kv_heads={options.num_kv_heads} is '
+                    f"less than the {ranks.size} ranks; use another way"
+                )
+            return None
+        first, last = int(heads[ranks.rank]), int(heads[ranks.rank + 1])
+        try:
+            is_placed = reads_head(bound.ir, variant.name)
+        except VariantError:
+            if self._way == "heads":
+                raise
+            return None
+        if is_placed:
+            places = HeadPlaces(placed_head=first * options.group_size, placed_kv_head=first)
+            variant = placed_heads(variant, places)
+        made = {
+            **self._made, "num_kv_heads": last - first,
+            "num_q_heads": (last - first) * options.group_size,
+        }  # fmt: skip
+        return DealtBatch(variant, **made)
+
+    def _another(self) -> DealtBatch:
+        return DealtBatch(self._batch.variant, **self._made)
+
+    def _placed(self, request: Ints, requests: Requests) -> DealtBatch:
+        of = places(request, requests, self._batch.options.device)
+        return DealtBatch(placed(self._batch.variant, of), **self._made)
+
+    def _digest(self, planned: _Planned, bound: Bound) -> bytes:
+        """Equal on all ranks that plan the same."""
+        made = {k: v for k, v in self._made.items() if k not in ("device", "target")}
+        text = hashlib.sha256(repr((made, bound.ir, planned.way.name)).encode())
+        for array in (*planned.requests, *planned.shares[:3], *planned.pages[1:]):
+            text.update(array.tobytes())
+        slots, numbers = bound.structure.mask_slots
+        text.update(repr([bound.scalars[s] for s in numbers]).encode())
+        for slot in slots:
+            tensor = bound.tensors[slot]
+            if tensor.is_cpu:
+                data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+                text.update(repr((tensor.shape, zlib.crc32(data.data))).encode())
+        return text.digest()
+
+    # --- running ----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: checks.Scale | None = None,
+        return_lse: bool = False,
+        **params: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the planned batch; every rank calls it with its own tokens.
+
+        Args:
+            q: [num_q_tokens of the rank, num_q_heads, head_dim] in q_dtype, the rank's shard of the
+                packed query tokens; or a DTensor of all of them with ``Shard(0)`` on the mesh.
+            k, v: likewise [num_kv_tokens of the rank, num_kv_heads, head_dim or head_dim_v].
+            scale: multiplies q . k; 1/sqrt(head_dim) by default.
+            return_lse: also return the natural-log log-sum-exp, fp32.
+            **params: the variant's params that its mask does not read, of the whole batch.
+
+        Returns:
+            out [num_q_tokens of the rank, num_q_heads, head_dim_v] in q_dtype, or (out, lse) with
+            lse [num_q_tokens of the rank, num_q_heads]; DTensors where q is one.
+
+        Raises:
+            InputError: nothing is planned, or a tensor does not fit the shard or is on another
+                device than the mesh.
+            ParamError, CompileError, LaunchError, GradError: as `BatchAttention.run`.
+            DistributedError: another rank failed, is gone, or did not come in time.
+
+        Example:
+            >>> out = parallel.run(q, k, v)
+        """
+        sharded = [_is_dtensor(x) for x in (q, k, v)]
+        if any(sharded):
+            return self._run_dtensors(q, k, v, scale, return_lse, params)  # type: ignore[no-any-return]
+        planned, made = self._ranks.agree(
+            "run()", lambda: (self._ready(q, k, v, scale, return_lse), NO_DIGEST)
+        )
+        del made
+        return self._run(planned, q, k, v, scale, return_lse, params)
+
+    def _ready(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any, return_lse: bool
+    ) -> tuple[_Planned, None]:
+        """The plan in force, for tensors that fit it."""
+        planned = self._planned
+        if planned is None:
+            raise InputError("run() before plan(): nothing is planned; call plan(q_indptr) first")
+        self._batch.check_placed(q, k, v, None, None, ())
+        if not is_direct(q, k, v):
+            raise InputError(
+                "run() of a ContextParallel cannot be traced or run under a mode: it exchanges "
+                "values with other ranks; call it outside torch.compile and fake tensors"
+            )
+        o = self._batch.options
+        rank = self._ranks.rank
+        rows, tokens = (
+            int(s[rank + 1] - s[rank])
+            for s in (planned.requests.q_shards, planned.requests.kv_shards)
+        )
+        for name, x, dtype, what in (
+            ("q", q, o.q_dtype, (rows, o.num_q_heads, o.head_dim)),
+            ("k", k, o.k_dtype, (tokens, o.num_kv_heads, o.head_dim)),
+            ("v", v, o.v_dtype, (tokens, o.num_kv_heads, o.head_dim_v)),
+        ):
+            dims = "num_q_tokens, num_q_heads" if name == "q" else "num_kv_tokens, num_kv_heads"
+            if x.dim() != 3 or tuple(x.shape) != what:
+                raise InputError(
+                    f"{name} is {list(x.shape)}, but the shard of rank {rank} is "
+                    f"[{dims}, head_dim{'_v' if name == 'v' else ''}] = {list(what)}; plan with "
+                    f"{'q' if name == 'q' else 'kv'}_shards that say which tokens each rank passes"
+                )
+            if x.dtype != dtype:
+                raise InputError(f"{name} is {x.dtype}, but the object was made for {dtype}")
+        checks.check_grad((q, k, v))
+        if return_lse:
+            checks.check_lse(True, self._batch.pointwise)
+        checks.check_scale(scale, o.head_dim)
+        return planned, None
+
+    def _run(
+        self, planned: _Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        scale: Any, return_lse: bool, params: Mapping[str, Any],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if isinstance(planned.part, AtKeys | ByHeads):
+            out, rows_lse = planned.part.run(self._ranks, q, k, v, scale, return_lse, params)
+            return out if rows_lse is None else (out, rows_lse)
+        own_q, own_k, own_v = (
+            x.new_empty((route.moves.num_rows, *x.shape[1:]))
+            for x, route in ((q, planned.queries), (k, planned.keys), (v, planned.keys))
+        )
+        if not len(planned.pages.of(self._ranks.rank)[0]):
+            own_v.zero_()  # the page that rows without keys are planned over
+        begin_moves(
+            self._ranks,
+            [(q, own_q, planned.queries), (k, own_k, planned.keys), (v, own_v, planned.keys)],
+        ).wait()
+        out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        own_out: Any = q.new_empty((0, *out.shape[1:]))
+        own_lse: Any = q.new_empty((0, q.shape[1]), dtype=torch.float32)
+        error: Exception | None = None
+        if planned.part is not None:
+            size = planned.pages.page_size
+            try:
+                own_out = planned.part.run(
+                    own_q, own_k.unflatten(0, (-1, size)), own_v.unflatten(0, (-1, size)),
+                    scale=scale, return_lse=return_lse, **params,
+                )  # fmt: skip
+            except Exception as raised:  # the other ranks wait for these rows: raised below
+                error = raised
+            if return_lse and error is None:
+                own_out, own_lse = own_out
+        self._ranks.agree_on("run()", error)
+        home = planned.queries.reversed()
+        back = [(own_out, out, home)] + ([] if lse is None else [(own_lse, lse, home)])
+        begin_moves(self._ranks, back).wait()
+        return out if lse is None else (out, lse)
+
+    def _run_dtensors(
+        self, q: Any, k: Any, v: Any, scale: Any, return_lse: bool, params: Mapping[str, Any]
+    ) -> Any:
+        from torch.distributed.tensor import DTensor, Shard
+
+        def local(name: str, x: Any) -> torch.Tensor:
+            if not _is_dtensor(x) or x.device_mesh != self._ranks.mesh or (
+                tuple(x.placements) != (Shard(0),)
+            ):  # fmt: skip
+                raise InputError(
+                    f"{name} must be a DTensor with placements (Shard(0),) on the mesh of the "
+                    "ContextParallel where another argument is; redistribute it"
+                )
+            return x.to_local()  # type: ignore[no-any-return]
+
+        def work() -> tuple[tuple[torch.Tensor, ...], bytes]:
+            return tuple(local(n, x) for n, x in zip("qkv", (q, k, v), strict=True)), NO_DIGEST
+
+        parts = self._ranks.agree("run()", work)
+        found: Any = self.run(*parts, scale=scale, return_lse=return_lse, **params)
+        results = found if return_lse else (found,)
+        made = tuple(
+            DTensor.from_local(
+                x, self._ranks.mesh, (Shard(0),), run_check=False,
+                shape=torch.Size((q.shape[0], *x.shape[1:])),
+                stride=(math.prod(x.shape[1:]), *x.stride()[1:]),
+            )
+            for x in results
+        )  # fmt: skip
+        return made if return_lse else made[0]
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def read_requests(
+    whole: Whole, q_indptr: torch.Tensor, kv_indptr: torch.Tensor,
+    q_shards: Sequence[int] | None, kv_shards: Sequence[int] | None, num_ranks: int,
+) -> Requests:  # fmt: skip
+    """The batch and its shards. Raises InputError."""
+    arrays = []
+    for name, tensor in (("q_indptr", q_indptr), ("kv_indptr", kv_indptr)):
+        arrays.append(host_array(name, tensor)[1].numpy().astype(np.int64))
+    shards = []
+    for name, given, tokens in (
+        ("q_shards", q_shards, int(arrays[0][-1])), ("kv_shards", kv_shards, int(arrays[1][-1])),
+    ):  # fmt: skip
+        shards.append(_shards(name, given, tokens, num_ranks))
+    offset = np.asarray(whole.lengths.q_offset, np.int64)
+    return Requests(arrays[0], arrays[1], shards[0], shards[1], offset)
+
+
+def _shards(name: str, given: Sequence[int] | None, tokens: int, num_ranks: int) -> Ints:
+    if given is None:
+        return even_shards(tokens, num_ranks)
+    values = [checks.check_int(f"{name}[{i}]", x, 0) for i, x in enumerate(given)]
+    if len(values) != num_ranks + 1 or values[0] != 0 or values[-1] != tokens:
+        raise InputError(
+            f"{name} must be {num_ranks + 1} ints from 0 to the {tokens} tokens of the batch, one "
+            f"more than there are ranks, got {checks.shown(values)}"
+        )
+    for rank, (low, high) in enumerate(itertools.pairwise(values)):
+        if high < low:
+            raise InputError(f"{name} must not descend; rank {rank} has [{low}, {high}]")
+    return np.asarray(values, np.int64)
+
+
+def _is_dtensor(x: object) -> bool:
+    return type(x).__name__ == "DTensor" and type(x).__module__.startswith("torch.distributed")
