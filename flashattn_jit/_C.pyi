@@ -285,7 +285,7 @@ def row_tiles(
     tile_kv: int,
     mask: _Mask | None = None,
 ) -> bytes:
-    """Tiles of query rows with the keys that they visit: `RowTile` of csrc/scheduler/row_tiles.h,
+    """Tiles of query rows with the keys that they visit: `RowTile` of csrc/scheduler/units.h,
     40 bytes each. module: evaluates the mask. Raises ValueError."""
 
 class BatchPlan:

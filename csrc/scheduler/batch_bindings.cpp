@@ -12,7 +12,6 @@
 #include "../runtime/launch/params.h"
 #include "../runtime/python_values.h"
 #include "batch_plan.h"
-#include "row_tiles.h"
 #include "units.h"
 
 namespace py = pybind11;
@@ -89,10 +88,9 @@ std::shared_ptr<Lengths> make_lengths(py::handle q_indptr, py::handle storage, p
     level_arrays.push_back(
         {read_array(items[0], "q_indptr"), read_array(items[1], "tokens"), read_storage(items[2])});
   }
-  auto lengths = std::make_shared<Lengths>(read_lengths(read_array(q_indptr, "q_indptr"),
-                                                        read_storage(storage),
-                                                        read_array(q_offset, "q_offset"),
-                                                        level_arrays));
+  auto lengths = std::make_shared<Lengths>(
+      read_lengths(read_array(q_indptr, "q_indptr"), read_storage(storage),
+                   read_array(q_offset, "q_offset"), level_arrays));
   read_whole(whole_q_len, *lengths);
   return lengths;
 }
@@ -124,8 +122,7 @@ void bind_kind(py::module_& m) {
       .def_readonly("tile_kv", &Kind::tile_kv)
       .def_readonly("min_chunk", &Kind::min_chunk)
       .def(
-          "rows_of_tile",
-          [](const Kind& self, int64_t span) { return rows_of_tile(span, self); },
+          "rows_of_tile", [](const Kind& self, int64_t span) { return rows_of_tile(span, self); },
           py::arg("span"));
 }
 

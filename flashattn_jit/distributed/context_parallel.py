@@ -29,25 +29,23 @@ from .costs import (
     way_of_keys,
     way_of_states,
 )
-from .dealt_batch import DealtBatch, Whole, held, own_runs, places
+from .dealt_batch import DealtBatch, Whole, held, places
 from .group import NO_DIGEST, Ranks
 from .heads import ByHeads, all_rows, kv_heads_of
-from .needs import Pages, key_moves, query_moves
+from .needs import Pages
 from .parallel_plan import ParallelPlan
-from .routes import Route, begin_moves
 from .shares import Ints, Requests, Shares, even_shards
-from .states import AtKeys, plan_states, rows_at_keys
+from .states import MOST_STATE_ROWS, AtKeys, plan_states, rows_at_keys
+from .together import Together, plan_together
 
 
 class _Planned(NamedTuple):
-    """A plan in force. part: of the own rank, None for one without rows. ways: all considered."""
+    """A plan in force. part: of the own rank. ways: all that were considered."""
 
     requests: Requests
     shares: Shares
     pages: Pages
-    part: DealtBatch | AtKeys | ByHeads | None
-    queries: Route
-    keys: Route
+    part: Together | AtKeys | ByHeads
     way: Way
     ways: tuple[Way, ...]
 
@@ -188,8 +186,9 @@ class ContextParallel:
         self._planned = planned = self._ranks.agree("plan()", work)
         options = self._batch.options
         return ParallelPlan(
-            planned.requests, planned.shares, planned.pages, options, planned.way, planned.ways
-        )
+            planned.requests, planned.shares, planned.pages, options, planned.way, planned.ways,
+            planned.part.overlap if isinstance(planned.part, Together) else 0.0,
+        )  # fmt: skip
 
     def _plan(
         self, q_indptr: torch.Tensor, kv_indptr: torch.Tensor, q_offset: Offset,
@@ -208,9 +207,11 @@ class ContextParallel:
         assert self._rates is not None
         options = self._batch.options
         shares, pages = batch.dealt(tiles, whole, params, requests)
-        at_keys = rows_at_keys(tiles, requests)
         ways = [way_of_keys(requests, shares, pages, options, self._rates)]
-        if not options.batch_invariant:
+        at_keys: Shares | None = None
+        most = int(np.diff(requests.q_shards).max())
+        if self._way == "states" or (not options.batch_invariant and most <= MOST_STATE_ROWS):
+            at_keys = rows_at_keys(tiles, requests)
             ways.append(way_of_states(requests, at_keys, options, self._rates))
         heads, by_heads = kv_heads_of(options.num_kv_heads, ranks.size), self._by_heads(bound)
         every = all_rows(tiles, requests, heads)
@@ -224,28 +225,27 @@ class ContextParallel:
         def made(request: Ints) -> DealtBatch:
             return self._placed(request, requests) if is_placed else self._another()
 
-        part: DealtBatch | AtKeys | ByHeads | None = None
+        part: Together | AtKeys | ByHeads
         if way.name == "heads":
             assert by_heads is not None
             by_heads.plan_heads(whole, requests, params)
             part = ByHeads(by_heads, heads, options.group_size, requests)
             shares = every
-        if way.name == "states":
+        elif way.name == "states":
+            assert at_keys is not None
             part = plan_states(
                 made(held(requests.kv_shards, requests.kv_indptr, rank)[0]),
                 made(held(requests.q_shards, requests.q_indptr, rank)[0]),
                 whole, requests, at_keys, ranks, params,
             )  # fmt: skip
             shares = at_keys
-        queries = query_moves(shares, requests, rank)
-        keys = key_moves(pages, requests, rank)
-        if way.name == "keys" and queries.num_rows:
-            part = made(own_runs(requests, shares, rank)[0])
-            part.plan_rows(whole, requests, shares, pages, rank, params)
-        planned = _Planned(
-            requests, shares, pages, part, Route(queries, ranks), Route(keys, ranks), way,
-            tuple(ways),
-        )  # fmt: skip
+        else:
+            # With batch_invariant rows may be cut between the tiles of one process only.
+            part = plan_together(
+                made, tiles, whole, requests, shares, pages, ranks, params,
+                not options.batch_invariant,
+            )  # fmt: skip
+        planned = _Planned(requests, shares, pages, part, way, tuple(ways))
         return planned, self._digest(planned, bound)
 
     def _by_heads(self, bound: Bound) -> DealtBatch | None:
@@ -276,11 +276,11 @@ class ContextParallel:
         return DealtBatch(variant, **made)
 
     def _another(self) -> DealtBatch:
-        return DealtBatch(self._batch.variant, **self._made)
+        return DealtBatch(self._batch.variant, **self._made).sharing(self._batch)
 
     def _placed(self, request: Ints, requests: Requests) -> DealtBatch:
         of = places(request, requests, self._batch.options.device)
-        return DealtBatch(placed(self._batch.variant, of), **self._made)
+        return DealtBatch(placed(self._batch.variant, of), **self._made).sharing(self._batch)
 
     def _digest(self, planned: _Planned, bound: Bound) -> bytes:
         """Equal on all ranks that plan the same."""
@@ -339,7 +339,8 @@ class ContextParallel:
             "run()", lambda: (self._ready(q, k, v, scale, return_lse), NO_DIGEST)
         )
         del made
-        return self._run(planned, q, k, v, scale, return_lse, params)
+        out, lse = planned.part.run(self._ranks, q, k, v, scale, return_lse, params)
+        return out if lse is None else (out, lse)
 
     def _ready(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any, return_lse: bool
@@ -379,45 +380,6 @@ class ContextParallel:
             checks.check_lse(True, self._batch.pointwise)
         checks.check_scale(scale, o.head_dim)
         return planned, None
-
-    def _run(
-        self, planned: _Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        scale: Any, return_lse: bool, params: Mapping[str, Any],
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if isinstance(planned.part, AtKeys | ByHeads):
-            out, rows_lse = planned.part.run(self._ranks, q, k, v, scale, return_lse, params)
-            return out if rows_lse is None else (out, rows_lse)
-        own_q, own_k, own_v = (
-            x.new_empty((route.moves.num_rows, *x.shape[1:]))
-            for x, route in ((q, planned.queries), (k, planned.keys), (v, planned.keys))
-        )
-        if not len(planned.pages.of(self._ranks.rank)[0]):
-            own_v.zero_()  # the page that rows without keys are planned over
-        begin_moves(
-            self._ranks,
-            [(q, own_q, planned.queries), (k, own_k, planned.keys), (v, own_v, planned.keys)],
-        ).wait()
-        out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-        own_out: Any = q.new_empty((0, *out.shape[1:]))
-        own_lse: Any = q.new_empty((0, q.shape[1]), dtype=torch.float32)
-        error: Exception | None = None
-        if planned.part is not None:
-            size = planned.pages.page_size
-            try:
-                own_out = planned.part.run(
-                    own_q, own_k.unflatten(0, (-1, size)), own_v.unflatten(0, (-1, size)),
-                    scale=scale, return_lse=return_lse, **params,
-                )  # fmt: skip
-            except Exception as raised:  # the other ranks wait for these rows: raised below
-                error = raised
-            if return_lse and error is None:
-                own_out, own_lse = own_out
-        self._ranks.agree_on("run()", error)
-        home = planned.queries.reversed()
-        back = [(own_out, out, home)] + ([] if lse is None else [(own_lse, lse, home)])
-        begin_moves(self._ranks, back).wait()
-        return out if lse is None else (out, lse)
 
     def _run_dtensors(
         self, q: Any, k: Any, v: Any, scale: Any, return_lse: bool, params: Mapping[str, Any]

@@ -15,6 +15,7 @@ from ..ops.arguments.calls import Offset, host_array, offset_array
 from ..ops.batch_base import BatchBase, Level, Params
 from ..ops.keys.paged import Paged
 from ..ops.keys.storage import Ragged, read_storage
+from ..ops.launching.batch_run import Planned
 from ..ops.planning.batch_params import bind_plan
 from ..ops.planning.batch_plan import Pair, costed_mask, native_kinds
 from ..planner.tiles import coefficients
@@ -25,6 +26,9 @@ from .needs import PAGE_SIZE, Pages, cut, needed_pages
 from .shares import GRANULE, TILE, Ints, Requests, Shares, deal, ranges
 
 _MOST_TILES = 4096
+
+Runs = tuple[Ints, Ints, Ints]
+"""Of each run of rows the request, begin and end of packed rows."""
 
 
 class Whole(NamedTuple):
@@ -41,6 +45,18 @@ class DealtBatch(BatchBase):
 
     def _dims(self, lengths: _C.BatchLengths) -> Dims:
         return super()._dims(lengths) if self._whole is None else self._whole.dims
+
+    def sharing(self, other: DealtBatch) -> DealtBatch:
+        """This object with the kernels of another one with equal options."""
+        self._kernels = other._kernels
+        return self
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of the plan in force."""
+        planned = self.in_force()
+        assert isinstance(planned, Planned)
+        return planned.batch.lengths.num_q_tokens
 
     def whole(self, q_indptr: torch.Tensor, kv_indptr: torch.Tensor, q_offset: Offset) -> Whole:
         """The batch of all ranks, checked. Raises InputError."""
@@ -121,18 +137,22 @@ class DealtBatch(BatchBase):
         return np.asarray(found, np.int64)
 
     def plan_rows(
-        self, whole: Whole, requests: Requests, shares: Shares, pages: Pages, rank: int,
-        params: Params,
+        self, whole: Whole, requests: Requests, runs: Runs, pages: Pages, rank: int,
+        params: Params, held_only: bool = False,
     ) -> None:  # fmt: skip
-        """Plan the rows of a rank over the pages that it needs."""
+        """Plan rows of a rank over the pages that it needs; held_only: over those that it holds."""
         self._whole = whole
-        request, begin, end = own_runs(requests, shares, rank)
+        request, begin, end = runs
         kv_len = np.diff(requests.kv_indptr)[request]
         count = np.diff(pages.indptr)[request]
-        # Pages that the rank lacks are never visited: any page may stand in their place.
-        place = np.zeros(int(pages.indptr[-1]), np.int32)
+        # No row sees a key of the pages that the rank lacks. An empty page is in their place: a
+        # tile of the kernel may have some of it beside keys that are seen.
         needed = ranges(*pages.of(rank))
+        place = np.full(int(pages.indptr[-1]), len(needed), np.int32)
         place[needed] = np.arange(len(needed), dtype=np.int32)
+        if held_only:
+            low, high = requests.kv_shards[rank : rank + 2]
+            place[(pages.bounds[:-1] < low) | (pages.bounds[1:] > high)] = len(needed)
         indices = place[ranges(pages.indptr[request], pages.indptr[request + 1])]
         last = np.where(count > 0, kv_len - (count - 1) * pages.page_size, 0)
         offset = requests.q_offset[request] + begin - requests.q_indptr[request]
@@ -191,13 +211,13 @@ class DealtBatch(BatchBase):
         )
 
 
-def own_runs(requests: Requests, shares: Shares, rank: int) -> tuple[Ints, Ints, Ints]:
-    """The rows of a rank as runs of one request each: the request, begin and end of packed rows."""
-    _, begin, end = cut(*shares.of(rank), requests.q_indptr)
+def runs_of(requests: Requests, begin: Ints, end: Ints) -> Runs:
+    """Packed rows as runs of one request each."""
+    _, begin, end = cut(begin, end, requests.q_indptr)
     return np.searchsorted(requests.q_indptr, begin, "right") - 1, begin, end
 
 
-def held(shards: Ints, indptr: Ints, rank: int) -> tuple[Ints, Ints, Ints]:
+def held(shards: Ints, indptr: Ints, rank: int) -> Runs:
     """The tokens that a rank holds: the request, begin and end of packed tokens of each run."""
     _, begin, end = cut(shards[rank : rank + 1], shards[rank + 1 : rank + 2], indptr)
     return np.searchsorted(indptr, begin, "right") - 1, begin, end

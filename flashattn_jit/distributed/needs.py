@@ -145,7 +145,7 @@ def query_moves(shares: Shares, requests: Requests, rank: int) -> Moves:
 
 
 def key_moves(pages: Pages, requests: Requests, rank: int) -> Moves:
-    """Keys, from their homes to the ranks that need them: whole pages, at least one."""
+    """Keys, from their homes to the ranks that need them: whole pages, and an empty one."""
     begin, end = pages.of(rank)
     size = pages.page_size
     place = (np.cumsum(end - begin) - (end - begin)) * size
@@ -156,7 +156,7 @@ def key_moves(pages: Pages, requests: Requests, rank: int) -> Moves:
     sent = _clipped(
         pages.rank, pages.bounds[pages.begin], pages.bounds[pages.end], requests.kv_shards, rank
     )
-    return Moves(sent, received, max(1, int((end - begin).sum())) * size)
+    return Moves(sent, received, (int((end - begin).sum()) + 1) * size)
 
 
 def _by_home(begin: Ints, end: Ints, place: Ints, shards: Ints) -> Spans:
@@ -182,6 +182,30 @@ def cut(begin: Ints, end: Ints, bounds: Ints) -> tuple[Ints, Ints, Ints]:
     low, high = np.maximum(begin[which], bounds[at]), np.minimum(end[which], bounds[at + 1])
     some = high > low
     return which[some], low[some], high[some]
+
+
+def rows_without_others(
+    tiles: NDArray[Any], requests: Requests, shares: Shares, pages: Pages, rank: int
+) -> tuple[Ints, Ints]:
+    """The rows of a rank that need only what it holds: begin and end of runs, ascending."""
+    which, low, high = key_runs(tiles)
+    base = pages.indptr[tiles["request"][which]]
+    size, shard = pages.page_size, requests.kv_shards[rank : rank + 2]
+    first, last = pages.bounds[base + low // size], pages.bounds[base - (-high // size)]
+    foreign = np.zeros(len(tiles), bool)
+    foreign[which[(first < shard[0]) | (last > shard[1])]] = True
+    begin = requests.q_indptr[tiles["request"]] + tiles["row_begin"]
+    end = requests.q_indptr[tiles["request"]] + tiles["row_end"]
+    edges = np.flatnonzero(np.diff(np.pad(~foreign, 1).astype(np.int8)))
+    begin, end = begin[edges[::2]], end[edges[1::2] - 1]
+    own_begin, own_end = (np.clip(x, *requests.q_shards[rank : rank + 2]) for x in shares.of(rank))
+    # Both are ascending and disjoint: a run of one may overlap several of the other.
+    first_of = np.searchsorted(end, own_begin, "right")
+    count = np.maximum(np.searchsorted(begin, own_end, "left") - first_of, 0)
+    part = np.repeat(np.arange(len(own_begin)), count)
+    at = ranges(first_of, first_of + count)
+    low, high = np.maximum(own_begin[part], begin[at]), np.minimum(own_end[part], end[at])
+    return low[high > low], high[high > low]
 
 
 def moved_tokens(pages: Pages, requests: Requests) -> Ints:

@@ -19,8 +19,9 @@ class ParallelPlan:
 
     def __init__(
         self, requests: Requests, shares: Shares, pages: Pages, options: Options, way: Way,
-        ways: tuple[Way, ...],
+        ways: tuple[Way, ...], overlap: float,
     ) -> None:  # fmt: skip
+        self._overlap = overlap
         self._requests, self._shares = requests, shares
         self._pages, self._options = pages, options
         self._way, self._ways = way, ways
@@ -54,6 +55,11 @@ class ParallelPlan:
     def way(self) -> str:
         """What moves: "keys" or "states", see `ContextParallel`."""
         return self._way.name
+
+    @property
+    def overlap(self) -> float:
+        """The part of this rank's rows that are computed while messages are on their way."""
+        return self._overlap
 
     @property
     def moved_bytes(self) -> list[int]:
@@ -98,6 +104,10 @@ class ParallelPlan:
                 f"{way.name:8} {way.seconds * 1e3:8.3f} ms  {_mb(way.moved_bytes.max()):>18}  "
                 f"{share:12.3f}{chosen}"
             )
+        lines.append(
+            f"{self.overlap:.0%} of the rows of this rank are computed while messages are on "
+            "their way"
+        )
         lines.append("rank  rows held  computed  from others     load      received")
         foreign = foreign_rows(self._requests, self._shares)
         for rank, received in enumerate(self.moved_bytes):

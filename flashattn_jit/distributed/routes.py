@@ -8,7 +8,7 @@ import torch
 
 from .group import Exchange, Ranks
 from .needs import Moves, Spans
-from .shares import ranges
+from .shares import Ints, ranges
 
 Rows = slice | torch.Tensor
 """A slice where the rows are adjacent, else their indices."""
@@ -35,12 +35,15 @@ def _rows(spans: Spans, ranks: Ranks) -> list[Rows]:
     found: list[Rows] = [_NONE] * ranks.size
     for peer in sorted({*spans.peer.tolist()}):
         begin, count = spans.of(peer)
-        end = begin + count
-        if (begin[1:] == end[:-1]).all():
-            found[peer] = slice(int(begin[0]), int(end[-1]))
-        else:
-            found[peer] = torch.from_numpy(ranges(begin, end)).to(ranks.device)
+        found[peer] = rows_at(begin, begin + count, ranks.device)
     return found
+
+
+def rows_at(begin: Ints, end: Ints, device: torch.device) -> Rows:
+    """Ranges of rows, at least one."""
+    if (begin[1:] == end[:-1]).all():
+        return slice(int(begin[0]), int(end[-1]))
+    return torch.from_numpy(ranges(begin, end)).to(device)
 
 
 class Moving:

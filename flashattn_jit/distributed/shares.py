@@ -30,7 +30,7 @@ TILE = np.dtype({
               "cells"],
     "formats": [*["<i4"] * 8, "<u8"],
 })  # fmt: skip
-"""`RowTile` of csrc/scheduler/row_tiles.h."""
+"""`RowTile` of csrc/scheduler/units.h."""
 
 
 class Requests(NamedTuple):

@@ -23,6 +23,9 @@ from .needs import Moves, Spans, cut, key_runs, query_moves
 from .routes import Route, begin_moves
 from .shares import Requests, Shares
 
+MOST_STATE_ROWS = 1024
+"""Query rows of a rank up to which states are considered: each row has one a rank, in memory."""
+
 
 def rows_at_keys(tiles: NDArray[Any], requests: Requests) -> Shares:
     """The rows that each rank computes with its own keys: of a request one run of rows."""

@@ -41,7 +41,7 @@ def killed(mesh: DeviceMesh, when: str) -> str | None:
     parallel.run(*_own(mesh))
     if rank == mesh.size() - 1:
         if when == "late":  # in the middle of a run: after the agreement, before its rows are sent
-            import flashattn_jit.distributed.context_parallel as module
+            import flashattn_jit.distributed.together as module
 
             module.begin_moves = lambda *_: die()
             parallel.run(*_own(mesh))

@@ -136,7 +136,12 @@ def compared(mesh, batch, variant, mask_params, params, *, bits, lse=True, slots
 
 
 def equal(mesh: DeviceMesh, names: list[str], bits: bool, way: str, decode: bool = False) -> None:
-    """The variants of these names, as a single process."""
+    """The variants of these names, as a single process.
+
+    Memory that nobody wrote is NaN: none of it reaches a result.
+    """
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all() and torch.zeros(3).new_empty(3).isnan().all()
     q_len, kv_len = (DECODE_Q, DECODE_KV) if decode else (Q_LEN, KV_LEN)
     batch = Batch(q_len, kv_len, (4, 2), 64)
     for name in names:
@@ -267,9 +272,24 @@ def nothing(mesh: DeviceMesh) -> None:
             compared(mesh, batch, fa.Causal(), {}, {}, bits=False, way=way)
 
 
+def overlapped(mesh: DeviceMesh) -> None:
+    """Rows that need nothing of other ranks are computed first, the others after the messages."""
+    torch.use_deterministic_algorithms(True)
+    documents = torch.arange(1500)[None] // 333
+    for name, variant, params in (
+        ("window", fa.SlidingWindow(100), {}),
+        ("documents", fa.DocumentMask() & fa.Causal(), {"documents": documents.expand(2, -1)}),
+    ):
+        batch = Batch((1300, 200), (1500, 333), (4, 2), 64)
+        plan = compared(mesh, batch, variant, params, {}, bits=False, way="keys")
+        every: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(every, plan.overlap)
+        assert any(0.3 < share < 1 for share in every), (name, every)
+
+
 def emulated(mesh: DeviceMesh, way: str) -> None:
     """CUDA kernels in the emulator, a device a rank."""
-    batch = Batch((40, 7), (40, 70), (2, 1), 64, torch.bfloat16)
+    batch = Batch((40, 7), (40, 70), (4, 2), 64, torch.bfloat16)
     rank, ranks = mesh.get_local_rank(), mesh.size()
     options = {**batch.options(), "target": "emulated:sm_80"}
     options.pop("device", None)

@@ -19,6 +19,12 @@ def test_rows_and_keys_come_together(ranks) -> None:
     on_ranks(ranks, PROGRAMS + "equal", names=names, bits=True, way="keys")
 
 
+def test_heads_are_divided() -> None:
+    """Bit for bit with batch_invariant."""
+    names = ["alibi", *rotation.some(NAMES, 2, but_not=["alibi"])]
+    on_ranks(2, PROGRAMS + "equal", names=names, bits=True, way="heads")
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_states_are_merged(ranks) -> None:
     names = ["causal", *rotation.some(NAMES, 2 if ranks == 3 else 1, but_not=["causal"])]
@@ -46,6 +52,10 @@ def test_shards_of_any_size_and_dtensors() -> None:
     on_ranks(3, PROGRAMS + "shards")
 
 
+def test_rows_that_need_no_message_do_not_wait() -> None:
+    on_ranks(3, PROGRAMS + "overlapped")
+
+
 def test_unused_keys_may_be_nan() -> None:
     on_ranks(2, PROGRAMS + "unused_slots")
 
@@ -54,6 +64,6 @@ def test_batches_without_requests_rows_or_keys() -> None:
     on_ranks(3, PROGRAMS + "nothing")
 
 
-@pytest.mark.parametrize("way", ["keys", "states"])
+@pytest.mark.parametrize("way", ["keys", "states", "heads"])
 def test_emulated_devices(way) -> None:
     on_ranks(2, PROGRAMS + "emulated", way=way)
