@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .ops.keys.paged import Paged
     from .ops.keys.sparsity import Bits, BlockSparse, TokenSparse, Tree
     from .ops.keys.storage import Ragged
+    from .ops.latent import AbsorbedMLA, absorb_mla, append_paged_latent
     from .ops.merge import merge_states
     from .ops.plan import Plan
     from .ops.sdpa import scaled_dot_product_attention
@@ -81,6 +82,7 @@ _LAZY = {
     "ops.keys.paged": ("Paged",),
     "ops.keys.sparsity": ("Bits", "BlockSparse", "TokenSparse", "Tree"),
     "ops.keys.storage": ("Ragged",),
+    "ops.latent": ("AbsorbedMLA", "absorb_mla", "append_paged_latent"),
     "ops.plan": ("Plan",),
     "ops.sdpa": ("scaled_dot_product_attention",),
 }
@@ -89,6 +91,7 @@ _LAZY = {
 _MODULES = {name: module for module, names in {**_CORE, **_LAZY}.items() for name in names}
 
 __all__ = [
+    "AbsorbedMLA",
     "AppendPlan",
     "BatchAttention",
     "Bits",
@@ -106,7 +109,9 @@ __all__ = [
     "TokenSparse",
     "Tree",
     "Variant",
+    "absorb_mla",
     "append_paged_kv",
+    "append_paged_latent",
     "attention",
     "cache_info",
     "cascade_levels",

@@ -37,7 +37,7 @@ SPILL_RULE = 2
 hold its decisions; the keys of kernels cover this file, but not `planner/cuda_tiles.py` and, of
 `jit/compilation`, `cubin.py`, `loops.py` and `ptxas_report.py`."""
 
-MAX_WARPS = {"prefill": 8, "few_row": 12}
+MAX_WARPS = {"prefill": 8, "few_row": 12, "prefill_wide": 8}
 """Most warps per multiprocessor that a tile declares. Two per scheduler overlap softmax with matrix
 products; the registers of more warps are better used for larger tiles and hooks. Kernels that wait
 for memory gain from three. A kernel that uses fewer registers than its budget can still have more
@@ -162,7 +162,8 @@ def loaded_bytes(spec: KernelSpec) -> int:
     """Bytes of shared memory that a key and its value are loaded to."""
     if spec.has_codes:
         return code_pitch(spec.head_dim, spec.k_dtype) + code_pitch(spec.head_dim_v, spec.v_dtype)
-    return row_bytes(spec.head_dim) + row_bytes(spec.head_dim_v)
+    values = 0 if "values_in_keys" in spec.features else row_bytes(spec.head_dim_v)
+    return row_bytes(spec.head_dim) + values
 
 
 def _decoded_numbers(spec: KernelSpec) -> int:
@@ -207,10 +208,13 @@ def shared_bytes(spec: KernelSpec) -> int:
     out_row = 4 * (_up(padded(spec.head_dim_v), 32) + 8)
     queries = spec.tile_q * row_bytes(spec.head_dim)
     ring = _ring_bytes(spec)
+    if spec.tile_kind == "prefill_wide":  # and the weights of a tile
+        ring = _up(ring, 128) + spec.tile_q * row_bytes(spec.tile_kv)
     if spec.tile_kind == "few_row":
         used = queries + max(ring, spec.num_warps * spec.tile_q * (out_row + 8))
-    else:
-        used = max(queries + ring, spec.num_warps * 8 * out_row)
+    else:  # 8 rows of each warp, or of each pair of them
+        parts = spec.tile_q // 16 if spec.tile_kind == "prefill_wide" else spec.num_warps
+        used = max(queries + ring, parts * 8 * out_row)
     looked_up = "paged" in spec.features or "sparse" in spec.features
     walk = _walk_bytes(spec) + (32 if looked_up else 16)
     listed = 0
@@ -249,6 +253,8 @@ def accumulator_registers(spec: KernelSpec) -> int:
         return (dv + spec.tile_kv // spec.num_warps) // 2
     if spec.tile_kind == "prefill_wgmma":  # scores, the weights of the tile before, the output
         return spec.tile_kv // 2 + spec.tile_kv // 4 + spec.head_dim_v // 2
+    if spec.tile_kind == "prefill_wide":  # half of the keys, half of the dims
+        return spec.tile_kv // 4 + (dv - dv // 128 * 64) // 2
     row_blocks = spec.tile_q // (16 * spec.num_warps)
     return row_blocks * (dv + spec.tile_kv) // 2
 

@@ -48,8 +48,8 @@ MAX_DOCUMENT = 4 << 20
 MANIFEST_SCHEMA = 1
 """Version of a manifest's line."""
 
-_CPU_FEATURES = ("block_mask", "indirect")
-_TILE_KINDS = ("prefill", "few_row", "prefill_wgmma", "append")
+_CPU_FEATURES = ("block_mask", "indirect", "values_in_keys")
+_TILE_KINDS = ("prefill", "few_row", "prefill_wgmma", "prefill_wide", "append")
 _UTILITIES = ("merge_states", "append_paged_kv")
 _UNIT_BYTES = (1, 2, 4, 8, 16)
 _MAX_TILE = 4096
@@ -277,6 +277,14 @@ def _check_tile(
         or tile_kv > 256  # type: ignore[operator]
     ):
         raise fail("tile", f"{kind} has 64 or 128 rows, 8 or 12 warps, on {SPECIFIC_TARGETS[0]}")
+    if kind == "prefill_wide" and (
+        not cuda
+        or tile_q not in (32, 64)
+        or tile_kv not in (16, 32)
+        or tile_q != 8 * warps  # type: ignore[operator]
+        or stages not in (1, 2)
+    ):
+        raise fail("tile", f"{kind} has 32 or 64 rows, 16 or 32 keys, a warp for 8 rows, on CUDA")
     if cuda and kind == "few_row" and tile_kv % (16 * warps):  # type: ignore[operator]
         raise fail("tile", f"{tile_kv} keys are not blocks of 16 for each of {warps} warps")
 

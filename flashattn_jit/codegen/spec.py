@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 # --- dtypes and targets ---------------------------------------------------------------------------
 
-MAX_HEAD_DIM = 256
-"""The largest head dim of q, k and v, on every target."""
+MAX_HEAD_DIM = 576
+"""The largest head dim of q, k and v on any target: that of DeepSeek's latent rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,14 +312,18 @@ SCHEMA = 2
 UTILITY_SCHEMA = 1
 """The same of other kernels."""
 
-TileKind = Literal["prefill", "few_row", "prefill_wgmma", "append"]
-"""prefill_wgmma: prefill by the matrix instructions of warpgroups, on Hopper. append: no attention,
-but new keys and values that key_mod and value_mod change on their way into pages."""
-FEATURES = ("block_mask", "paged", "mixed_rows", "sparse", "unaligned", "indirect")
+TileKind = Literal["prefill", "few_row", "prefill_wgmma", "prefill_wide", "append"]
+"""prefill_wgmma: prefill by the matrix instructions of warpgroups, on Hopper. prefill_wide: any
+number of rows of head dims above 256, on CUDA. append: no attention, but new keys and values that
+key_mod and value_mod change on their way into pages."""
+FEATURES = (
+    "block_mask", "paged", "mixed_rows", "sparse", "unaligned", "indirect", "values_in_keys",
+)  # fmt: skip
 """block_mask: a byte map decides which tiles are visited. paged: key rows are found through a page
 table. mixed_rows: rows of several requests share an item's keys. sparse: items visit lists of key
 blocks. unaligned: rows of q, k, v or out do not all start at multiples of 16 bytes (CUDA).
-indirect: paged, mixed_rows and sparse in one kernel, distinguished at run time (CPU)."""
+indirect: paged, mixed_rows and sparse in one kernel, distinguished at run time (CPU).
+values_in_keys: values are the first columns of the keys' rows, which are read from memory once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from ..codegen.spec import MAX_HEAD_DIM
 from ..errors import InputError
 from ..ops.attention import run_dense
 from ..ops.sdpa import ADD, CAUSAL, FULL
@@ -30,6 +29,7 @@ from ..variants.variant import Variant, tensor
 _OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _FP32 = torch.float32
+_MAX_HEAD_DIM = 256  # longer rows were not compared with torch's
 _DTYPES = (_FP32, torch.bfloat16, torch.float16)
 
 
@@ -243,7 +243,7 @@ def _is_served(
         return False
     if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:
         return False
-    if head_dim > MAX_HEAD_DIM or value.shape[3] != head_dim:
+    if head_dim > _MAX_HEAD_DIM or value.shape[3] != head_dim:
         return False
     if attn_mask is not None and (
         is_causal or attn_mask.dim() not in (2, 4) or attn_mask.dtype not in (query.dtype, _FP32)

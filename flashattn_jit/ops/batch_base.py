@@ -14,7 +14,14 @@ import torch
 from .. import _C
 from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, target_on_device
 from ..errors import InputError
-from ..formats import KvFormat, Stored, kv_bytes, read_formats
+from ..formats import (
+    KvFormat,
+    Stored,
+    check_values_in_keys,
+    columns,
+    kv_bytes,
+    read_formats,
+)
 from ..stored_hooks import check_partial, codes_of, decoded, decodings
 from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.binding import Bound
@@ -71,6 +78,7 @@ class BatchBase:
         num_kv_heads: int,
         head_dim: int,
         head_dim_v: int | None = None,
+        v_in_k: bool = False,
         q_dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
         kv_format: KvFormat | None = None,
@@ -103,6 +111,8 @@ class BatchBase:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         head_dim_v = checks.check_int("head_dim_v", head_dim_v, -_MOST, _MOST)
         checks.check_head_dims(head_dim, head_dim, head_dim_v)
+        if v_in_k:
+            check_values_in_keys(head_dim, head_dim_v, self._formats)
         self._decodings = decodings(self._formats, head_dim, head_dim_v)
         self._variant = decoded(self._given, self._decodings)
         self.pointwise = is_pointwise(self._variant)  # then runs have no lse
@@ -126,6 +136,7 @@ class BatchBase:
                 num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, k_dtype, v_dtype, own,
                 resolved, limits, cuda_graph, batch_invariant,
                 kv_bytes(self._formats, (k_dtype, v_dtype), num_kv_heads, head_dim, head_dim_v),
+                bool(v_in_k),
             )
         )  # fmt: skip
         self._workspace = Workspace(workspace, own)
@@ -143,6 +154,7 @@ class BatchBase:
         made = {
             "num_q_heads": options.num_q_heads, "num_kv_heads": options.num_kv_heads,
             "head_dim": options.head_dim, "head_dim_v": options.head_dim_v,
+            "v_in_k": options.v_in_k,
             "q_dtype": options.q_dtype, "device": options.device,
             "kv_dtype": self._kv_dtype, "kv_format": self._formats,
             "workspace": self._workspace.given, "limits": options.limits,
@@ -167,7 +179,7 @@ class BatchBase:
         self,
         q: torch.Tensor,
         k: torch.Tensor | Stored,
-        v: torch.Tensor | Stored,
+        v: torch.Tensor | Stored | None = None,
         *,
         scale: checks.Scale | None = None,
         return_lse: bool = False,
@@ -184,9 +196,10 @@ class BatchBase:
             k: [num_pages, page_size, num_kv_heads, head_dim] over pages, [num_kv_tokens,
                 num_kv_heads, head_dim] ragged, in kv_dtype. Another layout is a transposed view.
                 With a kv_format an `fa.kv.Stored` of that layout.
-            v: likewise, with head_dim_v; its strides may differ from k's.
-            scale: multiplies q . k; 1/sqrt(head_dim) by default. A float, or a 0-dim cpu tensor,
-                which each run reads.
+            v: likewise, with head_dim_v; its strides may differ from k's. Absent with v_in_k.
+            scale: multiplies q . k; 1/sqrt(head_dim) by default, but with v_in_k, whose rows are
+                of other widths than the heads that they stand for, it must be given. A float, or a
+                0-dim cpu tensor, which each run reads.
             return_lse: also return the natural-log log-sum-exp [num_q_tokens, num_q_heads], fp32.
             partial: return the unfinalised fp32 state for `fa.merge_states`; implies return_lse for
                 softmax variants.
@@ -207,8 +220,28 @@ class BatchBase:
         Example:
             >>> out = batch.run(q, k_pages, v_pages)
         """
-        k, v = self._codes(k, v, partial, params)
+        k, v = self._codes(*self._values(k, v, scale), partial, params)
         return self._run(q, k, v, (), params, scale, return_lse, partial, out, lse)
+
+    def _values(
+        self, k: torch.Tensor | Stored, v: torch.Tensor | Stored | None, scale: object
+    ) -> tuple[torch.Tensor | Stored, torch.Tensor | Stored]:
+        """k, and v or what v_in_k takes for it. Raises InputError."""
+        options = self._kernels.options
+        if not options.v_in_k:
+            if v is None:
+                raise InputError("v is missing; only objects with v_in_k=True have it in k")
+            return k, v
+        if v is not None:
+            raise InputError(
+                f"v_in_k=True: values are the first {options.head_dim_v} columns of k; give no v"
+            )
+        if scale is None:
+            raise InputError(
+                "v_in_k=True: scale has no default, as latent rows are wider than the heads that "
+                "they stand for; give scale=(nope_dim + rope_dim) ** -0.5 of the model"
+            )
+        return k, columns(k, 0, options.head_dim_v)
 
     def _codes(
         self, k: torch.Tensor | Stored, v: torch.Tensor | Stored, partial: bool,

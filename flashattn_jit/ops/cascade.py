@@ -130,7 +130,8 @@ class CascadeAttention(BatchBase):
         Args:
             q, scale, return_lse, partial, out, lse, **params: as for `BatchAttention.run`.
             k: the keys of all levels, or a sequence of (k, v).
-            v: the values of all levels; None with a sequence.
+            v: the values of all levels; None with a sequence. With v_in_k there are none: k is the
+                keys of all levels, or a sequence of one k a level.
 
         With a kv_format k and v are `fa.kv.Stored`, and all levels have one k and v.
 
@@ -145,6 +146,11 @@ class CascadeAttention(BatchBase):
             >>> out = cascade.run(q, [(k_prefix, v_prefix), (k_pages, v_pages)])
         """
         more: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._kernels.options.v_in_k:
+            if isinstance(k, Sequence):
+                k, v = [self._values(x, v, scale) for x in k], None  # type: ignore[misc]
+            else:
+                k, v = self._values(k, v, scale)
         if v is None or not isinstance(k, torch.Tensor | Stored):
             (k, v), *more = _pairs(k, v)
             if more and any(isinstance(x, Stored) for pair in ((k, v), *more) for x in pair):

@@ -28,7 +28,8 @@ from ..codegen.budget import (
     warpgroup_registers,
 )
 from ..codegen.spec import KernelSpec, TileKind
-from ..codegen.targets import architecture, called_target
+from ..codegen.targets import architecture, called_target, compiled_target
+from ..errors import InputError
 from ..variants.ir.ir import FLOAT_FUNCTIONS, Graph
 
 ROW_CLASSES = (16, 64, 128)
@@ -108,6 +109,13 @@ _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
 _FEW_ROW_CODES = (Tile(16, 128, 4), *_FEW_ROW)
 """Twice the keys, in as many bytes: a turn's walk and look-ups serve more of them."""
 
+MOST_NARROW = 256
+"""The largest padded head dim of tiles whose warps hold whole rows of the output."""
+
+_WIDE = tuple(Tile(q, kv, q // 8) for q in (64, 32) for kv in (32, 16))
+"""Tiles of larger head dims. A multiprocessor of 163 KiB or more has room for 64 rows of 576 dims
+and two tiles of 32 keys whose values are their first columns, one of 99 KiB for one of 16 keys."""
+
 _WGMMA: tuple[tuple[int, tuple[Tile, ...]], ...] = (
     (64, (*(Tile(128, n, 12) for n in (192, 128, 64)), Tile(64, 128, 8), Tile(64, 64, 8))),
     (128, (*(Tile(128, n, 12) for n in (128, 64)), Tile(64, 80, 8), Tile(64, 64, 8))),
@@ -143,11 +151,31 @@ def against_wgmma(spec: KernelSpec, tma: bool = True) -> str:
     for hook in ("key_mod", "value_mod"):
         if spec.variant.has(hook):
             return f"{hook} changes rows that wgmma would read"
+    if max(spec.head_dim, spec.head_dim_v) > MOST_NARROW:
+        return f"a head dim is above {MOST_NARROW}"
     if spec.has_codes:
         return "codes are widened in shared memory, which wgmma would read"
     dims = (spec.head_dim, spec.head_dim_v)
     if min(dims) < 64 or any(n % 8 for n in dims):
         return "a head dim is below 64, or not a multiple of 8"
+    return ""
+
+
+def has_tiles(head_dims: tuple[int, int], target: str) -> bool:
+    """Whether a target, of any kind, has kernels of these head dims."""
+    return max(map(padded, head_dims)) <= MOST_NARROW or compiled_target(target) != "sm_75"
+
+
+def against_wide(spec: KernelSpec) -> str:
+    """Why a target has no kernel for a spec's head dims; empty if it has one."""
+    widest = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    if widest <= MOST_NARROW:
+        return ""
+    of = f"{architecture(spec.target)} has no kernel of head dims above {MOST_NARROW}"
+    if not has_tiles((spec.head_dim, spec.head_dim_v), spec.target):
+        return f"{of}: its shared memory, 64 KiB, holds no tile of them"
+    if not ladder(spec, ROW_CLASSES[0]):
+        return f"{of} with hooks of whole rows: their scratch does not fit its shared memory"
     return ""
 
 
@@ -164,6 +192,8 @@ def preferences(rows: int, widest: int, target: str) -> tuple[Tile, ...]:
 
     widest: the larger of the padded head dims.
     """
+    if widest > MOST_NARROW:
+        return tuple(t for t in _WIDE if t.tile_q <= max(rows, 32))
     if rows == ROW_CLASSES[0]:
         return _FEW_ROW
     tiles = next(tiles for bound, tiles in _PREFILL if widest <= bound)
@@ -189,6 +219,11 @@ def ladder(spec: KernelSpec, rows: int, tma: bool = True) -> tuple[KernelSpec, .
     """
     kind: TileKind = "few_row" if rows == ROW_CLASSES[0] else "prefill"
     widest = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    changed = spec.has_codes or spec.variant.has("key_mod") or spec.variant.has("value_mod")
+    if widest > MOST_NARROW:
+        kind = "prefill_wide"
+    if widest <= MOST_NARROW or changed:  # rows are loaded for V again
+        spec = replace(spec, features=tuple(f for f in spec.features if f != "values_in_keys"))
     spec = replace(spec, target=called_target(spec.target))
     tiles = preferences(rows, widest, spec.target)
     if kind == "few_row" and spec.has_codes:
@@ -231,9 +266,12 @@ def with_stages(spec: KernelSpec) -> KernelSpec:
     """
     if spec.tile_kind == "prefill_wgmma":
         return replace(spec, num_stages=2)
+    if spec.tile_kind in ("prefill", "prefill_wide") and spec.has_codes:
+        return spec  # the next tile is loaded beside the one that was widened
+    if spec.tile_kind == "prefill_wide":
+        ring = replace(spec, num_stages=2)
+        return ring if fits(ring) else spec
     if spec.tile_kind == "prefill":
-        if spec.has_codes:  # the next tile is loaded beside the one that was widened
-            return spec
         ring = replace(spec, num_stages=2)
         without = architecture(spec.target) == "sm_75" or not fits(ring)
         return spec if without or ctas_per_sm(ring) < ctas_per_sm(spec) else ring
@@ -264,8 +302,13 @@ def block_bytes_in_flight(spec: KernelSpec) -> int:
 
 def with_tile(spec: KernelSpec, rows: int, tma: bool = True) -> KernelSpec:
     """`spec` with the tile of a row class: the first of `ladder` with enough resident warps
-    (`shares_well`), else the first."""
+    (`shares_well`), else the first. Raises InputError where there is none (`against_wide`)."""
     tiles = ladder(spec, rows, tma)
+    if not tiles or (tiles[0].tile_kind == "prefill_wide" and against_wide(spec)):
+        raise InputError(
+            f"head_dim={spec.head_dim}, head_dim_v={spec.head_dim_v}: {against_wide(spec)}; call "
+            "on CPU tensors without a CUDA target, where every head dim is supported"
+        )
     return next((t for t in tiles if shares_well(t)), tiles[0])
 
 
@@ -277,7 +320,7 @@ def shares_well(spec: KernelSpec) -> bool:
     """
     if spec.tile_kind == "few_row":
         return ctas_per_sm(spec) >= 2
-    if spec.tile_kind == "prefill_wgmma":
+    if spec.tile_kind in ("prefill_wgmma", "prefill_wide"):
         return True
     return (
         ctas_per_sm(spec) * spec.num_warps >= MAX_WARPS["prefill"]

@@ -51,6 +51,7 @@ from ..codegen.spec import (
 from ..codegen.targets import compiled_target, is_cuda
 from ..errors import InputError
 from ..variants.ir.ir import VariantIR, unscaled_integers
+from .cuda_tiles import has_tiles
 from .tiles import kernels_by_rows
 
 FORMATS = (
@@ -120,7 +121,7 @@ def _kernels(
     formats: Sequence[str],
     name: str = "variant",
 ) -> tuple[KernelSpec, ...]:
-    if not takes_dtypes(target, dtypes):
+    if not takes_dtypes(target, dtypes) or not has_tiles(head_dims, target):
         return ()
     appends: tuple[KernelSpec, ...] = ()
     if "append" in formats:

@@ -403,10 +403,11 @@ is assumed (`codegen/budget.py` has 800 ns for the depth of rings): if it is too
 are thought to be needed, and a split is made that gains little."""
 
 _MEMORY_SHARE = 0.85
-_MATRIX_SHARE = {"prefill": 0.5, "few_row": 0.5, "prefill_wgmma": 0.65}
+_MATRIX_SHARE = {"prefill": 0.5, "few_row": 0.5, "prefill_wgmma": 0.65, "prefill_wide": 0.4}
 """Attained shares of rated figures: of memory bandwidth by streaming, and of the matrix units' rate
 by kernels that also compute a softmax (FlashAttention 2 on an A100: 0.5 to 0.73; FlashAttention 3
-on an H100: 0.65 at head_dim 128)."""
+on an H100: 0.65 at head_dim 128). prefill_wide is not measured: a product of 16 x 8 x 16 has a load
+of 512 bytes of shared memory for its operands, which takes longer than the product."""
 
 _CPU_ITEM_NS = 1000.0
 _CPU_MERGE_NS = 2000.0  # a barrier of the thread team and a second call into the artifact
@@ -485,7 +486,9 @@ def coefficients(spec: KernelSpec, target: str, device: Device | None = None) ->
               cached_keys=25600.0)
     """
     k_bytes, v_bytes = DTYPE_BYTES[spec.k_dtype], DTYPE_BYTES[spec.v_dtype]
-    key_bytes = spec.head_dim * k_bytes + spec.head_dim_v * v_bytes
+    key_bytes = spec.head_dim * k_bytes
+    if "values_in_keys" not in spec.features:
+        key_bytes += spec.head_dim_v * v_bytes
     flops = 2.0 * (spec.head_dim + spec.head_dim_v)
     state_bytes = 2 * 4 * (spec.head_dim_v + 1)  # fp32, written and read back
     compiled = compiled_target(target)

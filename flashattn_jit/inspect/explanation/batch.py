@@ -83,11 +83,16 @@ def _head(planned: Planned) -> str:
         f"{o.num_kv_heads} kv heads, head_dim {o.head_dim}, {KV_NAMES[o.q_dtype]}"
     )
     if any(o.kv_bytes):
-        (keys_bytes, values_bytes), two_bytes = o.kv_bytes, 2 * (o.head_dim + o.head_dim_v)
+        keys_bytes, values_bytes = o.kv_bytes
+        values = f" and {values_bytes} of values ({_short(o.v_dtype)})"
+        two_bytes = 2 * (o.head_dim + o.head_dim_v)
+        if o.v_in_k:
+            values = f", whose first {o.head_dim_v} columns are the values"
+            values_bytes, two_bytes = 0, 2 * o.head_dim
         share = (keys_bytes + values_bytes) / (two_bytes * o.num_kv_heads)
         parts.append(
-            f"a token has {keys_bytes} bytes of keys ({_short(o.k_dtype)}) and {values_bytes} of "
-            f"values ({_short(o.v_dtype)}), {share:.2f} of bfloat16's"
+            f"a token has {keys_bytes} bytes of keys ({_short(o.k_dtype)}){values}, {share:.2f} of "
+            "bfloat16's"
         )
     return "\n  ".join([text, *parts])
 

@@ -63,7 +63,7 @@ class Options:
     """The properties that kernels are chosen by, of a `BatchAttention` or of a call.
 
     kv_bytes: of a token's keys and of its values, with scales and zero points of their own; (0, 0)
-    where nobody asks.
+    where nobody asks. v_in_k: values are the first columns of keys.
     """
 
     num_q_heads: int
@@ -79,6 +79,7 @@ class Options:
     cuda_graph: bool = False
     batch_invariant: bool = False
     kv_bytes: tuple[int, int] = (0, 0)
+    v_in_k: bool = False
 
     @property
     def group_size(self) -> int:
@@ -222,9 +223,10 @@ class Kernels:
     ) -> KernelSpec:
         """The first choice for a number of packed rows."""
         o = self.options
-        dtypes = o.dtypes
+        if o.v_in_k:
+            features = (*features, "values_in_keys")
         return choose_rows(
-            ir, (o.head_dim, o.head_dim_v), dtypes, o.target, packed_rows, features, name, tma
+            ir, (o.head_dim, o.head_dim_v), o.dtypes, o.target, packed_rows, features, name, tma
         )
 
     def _kernel(

@@ -10,7 +10,8 @@
 namespace fajit::cuda {
 
 // The query rows of a thread: rows l/4 and l/4 + 8 of each block of 16 that its warp holds. The
-// tile's rows are split among the warps, unless one warp holds all of them: then every warp does.
+// tile's rows are split among the warps, or with kWarpPairs among pairs of them, unless one warp
+// holds all of them: then every warp does.
 //
 // The hooks' values of a row are kept in registers where there is a score_mod, which every tile
 // runs: each lane of a quad, whose lanes share 2 kM rows, keeps those of one, and hands them to the
@@ -32,8 +33,9 @@ class ThreadRows {
 
   // Rows past the item's end repeat its last one.
   FAJIT_DEV PackedRow at(int i) const {
-    constexpr int kWarpRows = 16 * kM;
-    const int thread = ptx::thread_here(), warp = Config::kTileQ > kWarpRows ? thread / 32 : 0;
+    constexpr int kWarpRows = 16 * kM, kGroups = Config::kTileQ / kWarpRows;
+    const int thread = ptx::thread_here();
+    const int warp = kGroups == 1 ? 0 : Config::kWarpPairs ? thread / 32 % kGroups : thread / 32;
     const int32_t p = item_.row_begin + warp * kWarpRows + i * 8 + thread % 32 / 4;
     return packed_row<Config::kMixedRows>(a_, item_, min(p, item_.row_end - 1));
   }

@@ -3,6 +3,7 @@
 #pragma once
 #include <fajit/cuda/common/units.h>
 #include <fajit/cuda/ptx/warp.h>
+#include <fajit/types.h>
 
 namespace fajit::cuda {
 
@@ -21,6 +22,7 @@ namespace fajit::cuda {
 template <int kM, bool kFar>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.0f;
+  struct WholeRows {};  // a warp has all scores of its rows
   float top[2 * kM], sum[2 * kM];
 
   FAJIT_DEV OnlineSoftmax() {
@@ -33,12 +35,13 @@ struct OnlineSoftmax {
 
   // Turns scores into weights in place; rescales the accumulators where the base changes.
   // kShifted: the scores of row i lack shift[i], which differs between the lanes of a row.
-  template <bool kShifted, int kN, int kD>
+  // join(best): where warps share rows, makes the maxima of a warp's scores those of all.
+  template <bool kShifted, int kN, int kD, class Join = WholeRows>
   FAJIT_DEV void step(float (&s)[kM][kN][4], const float (&shift)[2 * kM], float (&o)[kM][kD][4],
-                      const Units& units) {
+                      const Units& units, Join join = {}) {
     static_assert(kFar || !kShifted, "shifts are terms of a score_mod");
     float best[2 * kM];
-    if (raise<kShifted>(s, shift, best, units)) {
+    if (raise<kShifted>(s, shift, best, units, join)) {
       rescale(best, o, units);
       if constexpr (kFar) subtract_far<kShifted>(s, shift, units);
     }
@@ -63,9 +66,11 @@ struct OnlineSoftmax {
 
   // The base of each row after these scores; whether that of one of the warp's rows changes or is
   // far.
-  template <bool kShifted, int kN>
+  template <bool kShifted, int kN, class Join = WholeRows>
   FAJIT_DEV bool raise(const float (&s)[kM][kN][4], [[maybe_unused]] const float (&shift)[2 * kM],
-                       float (&best)[2 * kM], const Units& units) const {
+                       float (&best)[2 * kM], const Units& units,
+                       [[maybe_unused]] Join join = {}) const {
+    constexpr bool kJoins = !same<Join, WholeRows>;
     bool moves = false;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
@@ -78,9 +83,20 @@ struct OnlineSoftmax {
       best[i] = ptx::quad_max(best[i]);
       // At the first key of a row the difference to -inf is infinite. Without a key it is NaN:
       // false.
-      const bool grown = (best[i] - top[i]) * units.exponent > kSlack;
-      if (!grown) best[i] = top[i];
-      moves = moves || grown || (kFar && is_far(best[i], units));
+      if constexpr (!kJoins) {
+        const bool grown = (best[i] - top[i]) * units.exponent > kSlack;
+        if (!grown) best[i] = top[i];
+        moves = moves || grown || (kFar && is_far(best[i], units));
+      }
+    }
+    if constexpr (kJoins) {
+      join(best);
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) {  // a function for both changes other kernels' code
+        const bool grown = (best[i] - top[i]) * units.exponent > kSlack;
+        if (!grown) best[i] = top[i];
+        moves = moves || grown || (kFar && is_far(best[i], units));
+      }
     }
     return __any_sync(ptx::kAllLanes, moves);
   }

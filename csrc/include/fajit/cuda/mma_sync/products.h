@@ -87,6 +87,35 @@ FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k,
   }
 }
 
+// s = Q K^T of 16 rows at `q` and 8 keys at `k`, with the even and the odd steps of 16 columns in
+// accumulators of their own: in one, each product would wait for the one before it.
+template <class Element, class Layout>
+FAJIT_DEV void multiply_narrow_scores(float (&s)[4], uint32_t q, uint32_t k) {
+  const int lane = ptx::lane_index();
+  const uint32_t q_lane = compute_here(q + Layout::offset(block_row(lane), block_chunk(lane)));
+  const uint32_t k_lane = compute_here(k + Layout::offset(lane & 7, lane >> 3));  // of 4 chunks
+  constexpr int kChunks = Layout::kDim / 8, kWhole = kChunks / 4 * 4;
+  float odd[4] = {};
+  s[0] = s[1] = s[2] = s[3] = 0.0f;
+#pragma unroll
+  for (int chunk = 0; chunk < kWhole; chunk += 4) {
+    uint32_t a[4], b[4];
+    ptx::load_matrices(b, Layout::step(k_lane, chunk));
+    ptx::load_matrices(a, Layout::step(q_lane, chunk));
+    ptx::multiply_add<Element>(s, a, b[0], b[1]);
+    ptx::load_matrices(a, Layout::step(q_lane, chunk + 2));
+    ptx::multiply_add<Element>(odd, a, b[2], b[3]);
+  }
+  if constexpr (kWhole < kChunks) {
+    uint32_t a[4], b[4];
+    ptx::load_matrices(a, Layout::step(q_lane, kWhole));
+    ptx::load_matrices(b, k + Layout::offset(lane & 7, kWhole + (lane >> 3 & 1)));
+    ptx::multiply_add<Element>(s, a, b[0], b[1]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s[i] += odd[i];
+}
+
 // o[m][n] += P V: P is s rounded to Element; the rows of `v` are kN blocks of 8 keys. The packed
 // accumulators of two adjacent blocks of keys are one A operand. kGroups: groups of columns for
 // which P is multiplied by factors[group][key] first; 0: none.

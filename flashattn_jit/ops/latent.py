@@ -1,0 +1,198 @@
+"""Latent attention (MLA): rows of a latent and a rotary part, which all heads share.
+
+A token's row is its latent, from which every head's keys and values are linear, then the rotary
+part of its keys. `absorb_mla` has the projections of both ways to attend: absorbed, to the rows
+themselves (`BatchAttention` with v_in_k), and expanded, to the keys and values of each head.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..formats import Codes, Stored, columns
+from ..variants.ir.dtypes import row_dim
+from ..variants.variant import Variant
+from .append import append_paged_kv
+from .keys.paged import Paged
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class AbsorbedMLA:
+    """The projections between heads and latents; see `absorb_mla`.
+
+    to_keys: [num_heads, nope_dim, rank]. to_values: [num_heads, v_dim, rank].
+    """
+
+    to_keys: Tensor
+    to_values: Tensor
+
+    def __repr__(self) -> str:
+        heads, nope, rank = self.to_keys.shape
+        return f"AbsorbedMLA({heads} heads, {nope} / {self.to_values.shape[1]}, rank {rank})"
+
+    def query(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
+        """Queries of rows: [..., num_heads, rank + rope_dim].
+
+        Args:
+            q_nope: [..., num_heads, nope_dim], the part without rotary positions.
+            q_rope: [..., num_heads, rope_dim], after the rotation.
+
+        Raises:
+            InputError: a shape is wrong.
+        """
+        _check("q_nope", q_nope, self.to_keys.shape[:2])
+        if q_rope.shape[:-1] != q_nope.shape[:-1]:
+            raise InputError(
+                f"q_rope {list(q_rope.shape)} and q_nope {list(q_nope.shape)} differ before "
+                "their last dim"
+            )
+        latent = torch.einsum("...hn,hnr->...hr", q_nope, self.to_keys)
+        return torch.cat([latent, q_rope], -1)
+
+    def output(self, out: Tensor) -> Tensor:
+        """The heads' outputs [..., num_heads, v_dim] of attention over rows.
+
+        out: [..., num_heads, rank], the weighted sums of latents. Raises InputError.
+        """
+        _check("out", out, (self.to_values.shape[0], self.to_values.shape[2]))
+        return torch.einsum("...hr,hvr->...hv", out, self.to_values)
+
+    def expand(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """The heads' keys [..., num_heads, nope_dim + rope_dim] and values [..., num_heads, v_dim].
+
+        Args:
+            latent: [..., rank], normalised as the model stores it.
+            k_rope: [..., rope_dim], after the rotation, the same for all heads.
+
+        Raises:
+            InputError: a shape is wrong.
+        """
+        _check("latent", latent, self.to_keys.shape[2:])
+        if k_rope.shape[:-1] != latent.shape[:-1]:
+            raise InputError(
+                f"k_rope {list(k_rope.shape)} and latent {list(latent.shape)} differ before their "
+                "last dim"
+            )
+        nope = torch.einsum("...r,hnr->...hn", latent, self.to_keys)
+        rope = k_rope.unsqueeze(-2).expand(*nope.shape[:-1], -1)
+        return torch.cat([nope, rope], -1), torch.einsum("...r,hvr->...hv", latent, self.to_values)
+
+    def prefers_absorbed(self, q_len: int, kv_len: int, rope_dim: int) -> bool:
+        """Whether a request takes fewer multiplications absorbed than expanded.
+
+        Expanded, each key costs its expansion, ``rank * (nope_dim + v_dim)`` a head, and each pair
+        ``nope_dim + rope_dim + v_dim``. Absorbed, the first is of each query and a pair costs
+        ``2 * rank + rope_dim``: for a model with 128 / 128 / 64 and rank 512 up to 170 queries
+        of a long context. Keys that are expanded already cost nothing more.
+
+        Args:
+            q_len, kv_len: queries and keys of a request.
+            rope_dim: of the rotary part of rows.
+        """
+        _, nope, rank = self.to_keys.shape
+        each = rank * (nope + self.to_values.shape[1])
+        absorbed = q_len * each + q_len * kv_len * (2 * rank + rope_dim)
+        pair = nope + rope_dim + self.to_values.shape[1]
+        return absorbed <= kv_len * each + q_len * kv_len * pair
+
+
+def absorb_mla(kv_b_weight: Tensor, num_heads: int, nope_dim: int, v_dim: int) -> AbsorbedMLA:
+    """The projections of latent attention from a model's ``kv_b_proj`` weight.
+
+    Queries times the key part of the weight attend to latents directly, and the value part applies
+    to their sums: no key or value of a head exists.
+
+    Args:
+        kv_b_weight: [num_heads * (nope_dim + v_dim), rank], floating; head by head, keys first.
+        num_heads: query heads.
+        nope_dim: of the part of a head's keys without rotary positions.
+        v_dim: of a head's values.
+
+    Returns:
+        Views of the weight, in its dtype and on its device.
+
+    Raises:
+        InputError: the weight has another shape.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
+
+    Example:
+        >>> w = fa.absorb_mla(layer.kv_b_proj.weight, num_heads=16, nope_dim=128, v_dim=128)
+        >>> batch = fa.BatchAttention(fa.Causal(), num_q_heads=16, num_kv_heads=1, head_dim=576,
+        ...                           head_dim_v=512, v_in_k=True, q_dtype=torch.bfloat16)
+        >>> out = w.output(batch.run(w.query(q_nope, q_rope), pages, scale=192**-0.5))
+    """
+    rows = num_heads * (nope_dim + v_dim)
+    if not isinstance(kv_b_weight, Tensor) or kv_b_weight.dim() != 2 or len(kv_b_weight) != rows:
+        shape = list(getattr(kv_b_weight, "shape", ()))
+        raise InputError(
+            f"kv_b_weight must be [num_heads * (nope_dim + v_dim), rank] = [{rows}, rank], got "
+            f"{shape}"
+        )
+    heads = kv_b_weight.view(num_heads, nope_dim + v_dim, -1)
+    return AbsorbedMLA(heads[:, :nope_dim], heads[:, nope_dim:])
+
+
+def append_paged_latent(
+    latent: Tensor,
+    k_rope: Tensor,
+    pages: Codes,
+    q_indptr: Tensor,
+    paged: Paged,
+    *,
+    positions: Tensor | None = None,
+    transform: Variant | None = None,
+    target: str | None = None,
+) -> None:
+    """Write the newest latent rows of each request to the ends of their pages.
+
+    A row of pages is the latent, then the rotary part: what `BatchAttention` with v_in_k reads.
+
+    Args:
+        latent: [num_tokens, rank].
+        k_rope: [num_tokens, rope_dim].
+        pages: [num_pages, page_size, 1, rank + rope_dim], written to. An `fa.kv.Stored` quantises
+            rows: its format needs groups of channels that divide both rank and rope_dim, so that
+            each part has scales of its own.
+        q_indptr, paged, positions, target: as for `append_paged_kv`.
+        transform: a variant whose key_mod changes latents and whose value_mod changes rotary parts.
+
+    Raises:
+        InputError: a shape is wrong, or a group of channels has both parts.
+        GradError, TargetError, LaunchError: as for `append_paged_kv`.
+
+    Example:
+        >>> fa.append_paged_latent(latent, k_rope, pages, q_indptr, paged)
+    """
+    for name, rows in (("latent", latent), ("k_rope", k_rope)):
+        if not isinstance(rows, Tensor) or rows.dim() != 2:
+            raise InputError(f"{name} must be a tensor [num_tokens, its width]")
+    rank, rope = latent.shape[1], k_rope.shape[1]
+    if isinstance(pages, Stored) and pages.group is None and pages.has_own_scales:
+        raise InputError(
+            "pages have one scale for a whole row, of which the latent and the rotary part are "
+            "appended one by one: use a format with a group that divides both"
+        )
+    whole = pages.codes if isinstance(pages, Stored) else pages
+    if not isinstance(whole, Tensor) or whole.dim() != 4 or row_dim(whole) != rank + rope:
+        raise InputError(
+            f"pages must be [num_pages, page_size, 1, {rank + rope}], as latent has {rank} columns "
+            f"and k_rope {rope}; got {list(getattr(whole, 'shape', ()))}"
+        )
+    append_paged_kv(
+        latent.unsqueeze(1), k_rope.unsqueeze(1), columns(pages, 0, rank),
+        columns(pages, rank, rope), q_indptr, paged, positions=positions, transform=transform,
+        target=target,
+    )  # fmt: skip
+
+
+def _check(name: str, tensor: Tensor, last: tuple[int, ...] | torch.Size) -> None:
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape[-len(last) :]) != tuple(last):
+        shape = list(getattr(tensor, "shape", ()))
+        raise InputError(f"{name} must be [..., {', '.join(map(str, last))}], got {shape}")

@@ -1,0 +1,137 @@
+"""Mistakes planted in the kernel of head dims above 256 are found, and none in the kernel itself.
+
+See tests/emulator/test_mutants.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit import _C, env
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.jit.emulator import programs
+from flashattn_jit.ops.device import emulated
+from tests.cuda.kernels import ptx_of
+from tests.emulator.test_mutants import (
+    BARRIER,
+    PRODUCTS,
+    RACE,
+    SCORES,
+    WRONG,
+    Mutant,
+    assert_found,
+    difference,
+    mutated_headers,
+    random,
+    spec_of,
+)
+from tests.harness import rotation
+from tests.harness.toolkit import needs_nvcc
+
+pytestmark = needs_nvcc
+
+_BATCHES: list[fa.BatchAttention] = []
+
+
+def dense(head_dim: int, head_dim_v: int, target: str, variant: Any = None) -> float:
+    q = random(1, 4, 35, head_dim)
+    k, v = random(1, 1, 75, head_dim), random(1, 1, 75, head_dim_v)
+    return difference(q, k, v, variant or fa.Causal(), f"emulated:{target}", q_offset=40)
+
+
+def batch(target: str, kv_format: fa.kv.Format | None = None, v_in_k: bool = True) -> float:
+    """Two requests over rows of 576, whose first 512 are values."""
+    q, rows = random(40, 4, 576), random(140, 1, 576)
+    results = []
+    for where, dtype in ((f"emulated:{target}", torch.bfloat16), (None, torch.float32)):
+        made = fa.BatchAttention(
+            fa.Causal(), num_q_heads=4, num_kv_heads=1, head_dim=576, head_dim_v=512,
+            v_in_k=v_in_k, q_dtype=dtype, kv_format=kv_format, target=where,
+        )  # fmt: skip
+        _BATCHES.append(made)
+        indptr = torch.tensor([0, 3, 40], dtype=torch.int32)
+        made.plan(indptr, fa.Ragged(torch.tensor([0, 60, 140], dtype=torch.int32)))
+        keys = kv_format.quantize(rows) if kv_format else rows.to(dtype)
+        results.append(made.run(q.to(dtype), keys, scale=0.05).float())
+    return float((results[0] - results[1]).abs().max())
+
+
+CALLS: dict[str, Callable[[], float]] = {
+    "two stages": lambda: dense(576, 512, "sm_90"),
+    "one stage": lambda: dense(512, 512, "sm_86"),
+    "one stage, narrow": lambda: dense(528, 512, "sm_86"),
+    "overlapping halves": lambda: dense(320, 320, "sm_80"),
+    "in keys": lambda: batch("sm_90"),
+    "in keys, one stage": lambda: batch("sm_86"),
+    "codes": lambda: batch("sm_90", fa.kv.Format("int8")),
+}
+
+WIDE, PARTNER = "mma_sync/prefill_wide.h", "wait_for_partner();"
+
+MUTANTS = (
+    Mutant("tiles read before the barrier", WIDE, BARRIER, "", "two stages", 2, RACE),
+    Mutant("keys overwritten too early", WIDE, BARRIER, "", "one stage", 4, RACE),
+    Mutant("rows overwritten too early", WIDE, BARRIER, "", "in keys, one stage", 5, RACE),
+    Mutant("codes read before they are widened", WIDE, BARRIER, "", "codes", 3, RACE),
+    Mutant("tiles overwritten by states", WIDE, BARRIER, "", "two stages", -1, RACE),
+    Mutant("maxima read early", WIDE, PARTNER, "", "two stages", 1, RACE),
+    Mutant("maxima overwritten by weights", WIDE,
+           "__syncwarp();  // all lanes have read before one stores weights there", "",
+           "two stages", 0, RACE),
+    Mutant("weights read early", WIDE, PARTNER, "", "two stages", 0, RACE),
+    Mutant("weights overwritten by sums", WIDE, PARTNER, "", "two stages", 2, RACE),
+    Mutant("sums read early", WIDE, PARTNER, "", "two stages", 3, RACE),
+    Mutant("rows written early", WIDE, PARTNER, "", "two stages", -2, RACE),
+    Mutant("rows overwritten while written", WIDE, PARTNER, "", "two stages", -1, RACE),
+    Mutant("dims written twice", WIDE, "if (half_ == 1 || d * 8 < kHalfBegin)", "",
+           "overlapping halves", 0, RACE),
+    Mutant("maxima of a half", WIDE, "best[i] = fmaxf(best[i], *word_of(i, half_));", "",
+           "two stages"),
+    Mutant("sums of a half", WIDE, "softmax.sum[i] += *word_of(i, half_);",
+           "softmax.sum[i] += 0.0f;", "two stages"),
+    Mutant("positions of the first half", WIDE, "tile.begin + half_ * kHalfKeys, tile.end",
+           "tile.begin, tile.end", "two stages"),
+    Mutant("rows of another group", SCORES, "thread / 32 % kGroups", "thread / 64", "two stages"),
+    Mutant("no last columns", PRODUCTS, "if constexpr (kWhole < kChunks) {",
+           "if constexpr (false) {", "one stage, narrow"),
+    Mutant("the half before", WIDE, "v + half_ * kHalfBegin * 2", "v", "two stages"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_is_found_in_the_kernels(call: str) -> None:
+    assert CALLS[call]() < WRONG / 3
+
+
+@pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 4), ids=lambda m: m.name)
+def test_the_mutant_is_found(
+    mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    include = mutated_headers(mutant, tmp_path)
+    built: dict[KernelSpec, Any] = {}
+
+    def mutated(module: _C.Module) -> Any:
+        spec = kernel_of(module)
+        if spec not in built:
+            with monkeypatch.context() as patch:
+                patch.setattr(env, "include_dir", lambda: include)
+                built[spec] = programs.Program(ptx_of(spec))
+        return built[spec]
+
+    monkeypatch.setattr(emulated, "program", mutated)
+    assert_found(mutant, CALLS[mutant.call], WRONG)
+
+
+def kernel_of(module: _C.Module) -> KernelSpec:
+    """The spec of a module of a call or of one of this file's batches."""
+    for made in _BATCHES:
+        for kernel in made.in_force().first.kernels:
+            if kernel is not None and kernel.module is module:
+                return kernel.spec
+    return spec_of(module)
