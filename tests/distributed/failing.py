@@ -59,11 +59,11 @@ def absent(mesh: DeviceMesh) -> str:
     parallel = _made(mesh)
     parallel.plan(torch.tensor([0, TOKENS]))
     if mesh.get_local_rank() == mesh.size() - 1:
-        time.sleep(12)
+        time.sleep(8)
         return "late"
     start = time.monotonic()
     error = _error(lambda: parallel.run(*_own(mesh)))
-    assert type(error) is fa.DistributedError and time.monotonic() - start < 11
+    assert type(error) is fa.DistributedError and time.monotonic() - start < 8
     return str(error)
 
 
