@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from ..errors import InputError, VariantError
 from ..ops.arguments import checks
 from ..ops.arguments.calls import Offset, host_array
 from ..ops.planning.batch_params import bind_plan
-from ..torch_modes import is_direct, need_values, on_host
+from ..torch_modes import need_values, on_host
 from ..variants.binding import Bound
 from ..variants.placed import HeadPlaces, placed, placed_heads, reads_head, reads_request
 from ..variants.variant import Variant
@@ -299,6 +298,7 @@ class ContextParallel:
 
     # --- running ----------------------------------------------------------------------------------
 
+    @on_host
     def run(
         self,
         q: torch.Tensor,
@@ -332,29 +332,29 @@ class ContextParallel:
         Example:
             >>> out = parallel.run(q, k, v)
         """
-        sharded = [_is_dtensor(x) for x in (q, k, v)]
-        if any(sharded):
-            return self._run_dtensors(q, k, v, scale, return_lse, params)  # type: ignore[no-any-return]
-        planned, made = self._ranks.agree(
-            "run()", lambda: (self._ready(q, k, v, scale, return_lse), NO_DIGEST)
-        )
-        del made
+        sharded = any(_is_dtensor(x) for x in (q, k, v))
+
+        def work() -> tuple[tuple[_Planned, Any, Any, Any], bytes]:
+            parts: tuple[Any, Any, Any] = self._local(q, k, v) if sharded else (q, k, v)
+            return (self._ready(*parts, scale, return_lse), *parts), NO_DIGEST
+
+        planned, q, k, v = self._ranks.agree("run()", work)
         out, lse = planned.part.run(self._ranks, q, k, v, scale, return_lse, params)
+        if sharded:
+            out = self._spread(out, planned)
+            lse = None if lse is None else self._spread(lse, planned)
         return out if lse is None else (out, lse)
 
     def _ready(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any, return_lse: bool
-    ) -> tuple[_Planned, None]:
+    ) -> _Planned:
         """The plan in force, for tensors that fit it."""
         planned = self._planned
         if planned is None:
             raise InputError("run() before plan(): nothing is planned; call plan(q_indptr) first")
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            need_values(name, "run() exchanges values with other ranks", (x,))
         self._batch.check_placed(q, k, v, None, None, ())
-        if not is_direct(q, k, v):
-            raise InputError(
-                "run() of a ContextParallel cannot be traced or run under a mode: it exchanges "
-                "values with other ranks; call it outside torch.compile and fake tensors"
-            )
         o = self._batch.options
         rank = self._ranks.rank
         rows, tokens = (
@@ -379,38 +379,29 @@ class ContextParallel:
         if return_lse:
             checks.check_lse(True, self._batch.pointwise)
         checks.check_scale(scale, o.head_dim)
-        return planned, None
+        return planned
 
-    def _run_dtensors(
-        self, q: Any, k: Any, v: Any, scale: Any, return_lse: bool, params: Mapping[str, Any]
-    ) -> Any:
-        from torch.distributed.tensor import DTensor, Shard
+    def _local(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """The shards of DTensors."""
+        from torch.distributed.tensor import Shard
 
-        def local(name: str, x: Any) -> torch.Tensor:
-            if not _is_dtensor(x) or x.device_mesh != self._ranks.mesh or (
-                tuple(x.placements) != (Shard(0),)
-            ):  # fmt: skip
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            fits = _is_dtensor(x) and x.device_mesh == self._ranks.mesh
+            if not fits or tuple(x.placements) != (Shard(0),):
                 raise InputError(
                     f"{name} must be a DTensor with placements (Shard(0),) on the mesh of the "
                     "ContextParallel where another argument is; redistribute it"
                 )
-            return x.to_local()  # type: ignore[no-any-return]
+        return q.to_local(), k.to_local(), v.to_local()
 
-        def work() -> tuple[tuple[torch.Tensor, ...], bytes]:
-            return tuple(local(n, x) for n, x in zip("qkv", (q, k, v), strict=True)), NO_DIGEST
+    def _spread(self, x: torch.Tensor, planned: _Planned) -> Any:
+        """The results of all rows as a DTensor."""
+        from torch.distributed.tensor import DTensor, Shard
 
-        parts = self._ranks.agree("run()", work)
-        found: Any = self.run(*parts, scale=scale, return_lse=return_lse, **params)
-        results = found if return_lse else (found,)
-        made = tuple(
-            DTensor.from_local(
-                x, self._ranks.mesh, (Shard(0),), run_check=False,
-                shape=torch.Size((q.shape[0], *x.shape[1:])),
-                stride=(math.prod(x.shape[1:]), *x.stride()[1:]),
-            )
-            for x in results
-        )  # fmt: skip
-        return made if return_lse else made[0]
+        shape = torch.Size((int(planned.requests.q_shards[-1]), *x.shape[1:]))
+        return DTensor.from_local(
+            x, self._ranks.mesh, (Shard(0),), run_check=False, shape=shape, stride=x.stride()
+        )
 
 
 # --- parts ----------------------------------------------------------------------------------------
