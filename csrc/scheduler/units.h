@@ -50,8 +50,8 @@ struct RowTile {
 static_assert(sizeof(RowTile) == 40, "read by numpy");
 
 // Tiles of at most `tile_q` rows of each request, in order. `module`: evaluates the mask where
-// options.classify is set; a tile is of all heads of the options. Throws std::invalid_argument unless
-// the tiles are positive and the lengths without groups.
+// options.classify is set; a tile is of all heads of the options. Throws std::invalid_argument
+// unless the tiles are positive and the lengths without groups.
 std::vector<RowTile> make_row_tiles(const Lengths& lengths, const runtime::Module* module,
                                     const PlanOptions& options, const fajit_args& mask_args,
                                     int32_t tile_q, int32_t tile_kv);
