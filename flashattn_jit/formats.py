@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -466,25 +466,6 @@ class Stored:
         """Whether each row has scales of its own, which an append computes and stores."""
         return self.block == 1 and self.scales.shape == self._numbers_shape(False)
 
-    def columns(self, first: int, count: int) -> Stored:
-        """Channels [first, first + count), as a view, for `columns`."""
-        dim, group = row_dim(self.codes), self.group
-        if first + count > dim or self.codes.dtype is CODES4 or self.rotated:
-            raise InputError(
-                f"channels {first} to {first + count} of rows of {dim} cannot be read alone: codes "
-                "of 4 bits and rotated rows have no columns"
-            )
-        scales, zeros = self.scales, self.zeros
-        if group is not None:
-            if first % group or count % group:
-                raise InputError(
-                    f"group={group} divides not both {first} and {count}, the channels of the parts"
-                    " of rows; choose a group that does"
-                )
-            scales = scales.narrow(-1, first // group, count // group)
-            zeros = None if zeros is None else zeros.narrow(-1, first // group, count // group)
-        return replace(self, codes=self.codes.narrow(-1, first, count), scales=scales, zeros=zeros)
-
     def numbers(self, name: str, dense: bool, decodes: bool = True) -> dict[str, Tensor | int]:
         """The params, by name, of the hooks that decode k or v: scales, zeros, the codebook. Hooks
         that encode (decodes=False) have no codebook.
@@ -572,40 +553,6 @@ def kv_bytes(
         for form, dtype, dim in zip(formats, dtypes, (head_dim, head_dim_v), strict=True)
     )
     return keys, values
-
-
-def check_values_in_keys(head_dim: int, head_dim_v: int, formats: Formats) -> None:
-    """Raises InputError unless values can be the first columns of keys (v_in_k)."""
-    if head_dim_v > head_dim:
-        raise InputError(
-            f"head_dim_v={head_dim_v} exceeds head_dim={head_dim}: with v_in_k values are the "
-            "first head_dim_v columns of k"
-        )
-    keys, values = formats
-    if keys != values:
-        raise InputError("v_in_k=True: k and v are one tensor; give one kv_format, not a pair")
-    if keys is None:
-        return
-    if keys.dtype is CODES4:
-        raise InputError(
-            f"v_in_k=True: {keys.name} packs channels i and i + head_dim / 2 into a byte, so the "
-            "first columns cannot be read alone; use codes of 8 bits"
-        )
-    if keys.rotate:
-        raise InputError("v_in_k=True: rows with rotate=True have no first columns; leave it out")
-
-
-def columns(rows: Codes, first: int, count: int) -> Codes:
-    """Channels [first, first + count) of rows, as a view.
-
-    Raises InputError for rows of fewer channels, rotated rows, codes of 4 bits, and groups of
-    channels that are cut.
-    """
-    if not isinstance(rows, Stored):
-        if not isinstance(rows, Tensor) or not rows.dim() or rows.shape[-1] < first + count:
-            raise InputError(f"k must be a tensor [..., head_dim] with {first + count} columns")
-        return rows.narrow(-1, first, count)
-    return rows.columns(first, count)
 
 
 def read_formats(kv_format: object) -> Formats:

@@ -80,3 +80,27 @@ def plot_plan(*args: Any) -> Any:
     from .inspect.explanation import batch_plot
 
     return batch_plot.plot_plan(*args)
+
+
+@provide
+def show_estimate(*args: Any) -> Any:
+    """``str()`` of a `kv.Estimate`."""
+    from .inspect.explanation import kv_capacity
+
+    return kv_capacity.show_estimate(*args)
+
+
+@provide
+def plot_estimate(*args: Any) -> Any:
+    """`kv.Estimate.plot`."""
+    from .inspect.explanation import kv_capacity
+
+    return kv_capacity.plot_estimate(*args)
+
+
+@provide
+def show_recommendation(*args: Any) -> Any:
+    """``str()`` of a `kv.Recommendation`."""
+    from .inspect.explanation import kv_capacity
+
+    return kv_capacity.show_recommendation(*args)

@@ -23,6 +23,7 @@ _COMMANDS = {
     "manifest": ("manifest", "Look into manifests and merge them."),
     "explain": ("problem", "Explain what a variant becomes."),
     "bench": ("problem", "Time a variant's kernel beside torch's."),
+    "kv": ("kv", "Tell what a KV cache will cost."),
     "completion": ("completion", "Print a shell's completion script."),
 }
 """Commands in the order of the help: the modules that hold them, and what the help says of them."""

@@ -17,7 +17,7 @@ _ABOUT_ARGUMENTS = (InputError, ParamError, TargetError, PackError)
 _FLAGS = {
     "dtypes": "--dtype", "formats": "--format", "params": "--param",
     "device": "--device", "target": "--target", "plot": "--plot", "directory": "--directory",
-    "path": "PATH",
+    "path": "PATH", "config": "CONFIG", "workload": "--workload", "code": "--kv-format",
 }  # fmt: skip
 _FIRST = re.compile(rf"^({'|'.join(_FLAGS)})(?:[ =]'([^']*)')?=?(?=[: ])")
 """The argument that a message begins with, and its value."""
@@ -43,7 +43,12 @@ _RULES = {
     r"\bdevice='(\w+)'": r"--device \1",
     r"\bread it with allow_cpp=True": "add --allow-cpp",
 }  # fmt: skip
-_SIZE = re.compile(rf"\b({'|'.join(SIZES)})=(\d+)\b")
+_NUMBERS = {
+    **{name: size_flag(name) for name in SIZES},
+    "budget_bytes": "--budget", "cross_len": "--cross-len", "prompt_len": "--prompt-len",
+    "prefix_len": "--prefix-len", "max_step_tokens": "--max-step-tokens",
+}  # fmt: skip
+_SIZE = re.compile(rf"\b({'|'.join(_NUMBERS)})=(\d+)\b")
 _SPACES = re.compile(r"(?<=float32\[)[\d, ]+(?=\])")
 
 
@@ -55,5 +60,5 @@ def in_options(error: FlashAttnJitError) -> str:
     for pattern, text in _RULES.items():
         message = re.sub(pattern, text, message, count=1)
     message = _FIRST.sub(lambda m: " ".join(filter(None, (_FLAGS[m[1]], m[2]))), message)
-    message = _SIZE.sub(lambda found: f"{size_flag(found[1])} {found[2]}", message)
+    message = _SIZE.sub(lambda found: f"{_NUMBERS[found[1]]} {found[2]}", message)
     return _SPACES.sub(lambda found: found[0].replace(" ", ""), message)

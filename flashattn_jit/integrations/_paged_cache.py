@@ -321,6 +321,8 @@ def cache_for(
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     check_decoder(config)
     check_decoder(text)
+    if getattr(text, "kv_lora_rank", None):
+        raise InputError("latent attention is not served over pages; use a cache of transformers")
     num_tokens = check_int("num_tokens", num_tokens, 1)
     spec = kv.Spec.from_config(text, page_size=page_size, dtype=model.dtype)
     pages = -(-num_tokens // spec.page_size)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import InputError, TraceError
-from flashattn_jit.integrations import _continuous, _own_attention, _registration
+from flashattn_jit.integrations import _continuous, _latent, _own_attention, _registration
 from flashattn_jit.integrations._lazy_mask import LazyMask, MaskFunction, UnmergedMask
 from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
 from flashattn_jit.integrations._paged_rows import KeyBias, LayerCall, PagedRows
@@ -178,8 +178,8 @@ def lazy_mask(
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor | PagedRows,
-    value: Tensor | PagedRows,
+    key: Tensor | PagedRows | _latent.Latents,
+    value: Tensor | PagedRows | _latent.Latents,
     attention_mask: Tensor | LazyMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -195,7 +195,7 @@ def attention_forward(
         module: the layer.
         query: [batch, num_q_heads, q_len, head_dim], RoPE applied.
         key: [batch, num_kv_heads, kv_len, head_dim], the cache's, heads not repeated; or handles
-            of a `PagedCache`, as value.
+            of a `PagedCache`, as value; or the `Latents` of a layer with latent attention.
         value: [batch, num_kv_heads, kv_len, head_dim_v].
         attention_mask: a `LazyMask`; a 4-D tensor, bool or additive; or None, which means full
             attention, or with ``is_causal=True`` causal attention aligned to the upper left, as the
@@ -218,6 +218,13 @@ def attention_forward(
             mask and `module` is causal, where eager and sdpa differ.
         TraceError: the mask function of the model cannot be compiled to a kernel.
     """
+    _latent.prepare(module)
+    if isinstance(key, _latent.Latents):
+        others = {
+            "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux,
+            "position_bias": position_bias, **kwargs,
+        }  # fmt: skip
+        return _over_latents(module, query, key, attention_mask, scaling, others), None
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
     if isinstance(key, PagedRows) and isinstance(value, PagedRows):
         _refuse(module, dropout, kwargs)
@@ -284,6 +291,24 @@ def attention_forward(
         ) from error
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _over_latents(
+    module: torch.nn.Module,
+    query: Tensor,
+    latents: _latent.Latents,
+    mask: Tensor | LazyMask | None,
+    scaling: float | None,
+    given: dict[str, Any],
+) -> Tensor:
+    """Attention of a layer with latent attention, expanded or over the latents themselves."""
+    if given.get("cache") is not None or not latents.are_absorbed_for(query):
+        operands = query, *latents.expanded()
+        return attention_forward(module, *operands, mask, scaling=scaling, **given)[0]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    operands = latents.absorbed(query)
+    out = attention_forward(module, *operands, mask, scaling=scaling, **given)[0]
+    return latents.projections.output(out)
 
 
 def _over_pages(

@@ -2,12 +2,15 @@
 
 `Spec` says what is stored, `Cache` has the pages, `Sequence` is one request, `Step` the new tokens
 of some. Attention itself is `fa.BatchAttention` or `fa.CascadeAttention` over the step's pages.
+`estimate` and `recommend` tell what a cache costs before there is one.
 """
 
 from __future__ import annotations
 
 from ..formats import Format, Stored
 from .cache import Cache
+from .capacity.estimate import Absorption, Estimate, GroupEstimate, estimate
+from .capacity.replay import Option, Recommendation, Replay, Request, recommend
 from .metrics import Collector
 from .policy import LFU, LRU, Entry, Policy, Priority, RecomputeCost
 from .reclaim import dead_pages
@@ -20,15 +23,22 @@ from .timeline import Timeline
 __all__ = [
     "LFU",
     "LRU",
+    "Absorption",
     "Cache",
     "Collector",
     "Entry",
+    "Estimate",
     "Format",
     "Group",
+    "GroupEstimate",
     "GroupStats",
+    "Option",
     "Policy",
     "Priority",
+    "Recommendation",
     "RecomputeCost",
+    "Replay",
+    "Request",
     "Sequence",
     "Spec",
     "Stats",
@@ -36,4 +46,6 @@ __all__ = [
     "Stored",
     "Timeline",
     "dead_pages",
+    "estimate",
+    "recommend",
 ]

@@ -44,7 +44,8 @@ class Cache:
         num_pages: pages of each group, an int for all groups or one for each. A null page, of
             zeros, comes on top.
         max_kv_len: positions that a sequence may have.
-        device: of the pages.
+        device: of the pages. "meta" for a cache without memory, which hands out pages, shares and
+            reclaims them as any other: to count them. It takes no keys, plans or suspensions.
         layout: "page": keys and values of all layers of a token's page lie side by side, so that
             copies of pages are long; "layer": each layer has tensors of its own.
         eviction: which cached pages go first when room is needed, see `fa.kv.LRU`. It may not call
@@ -99,7 +100,8 @@ class Cache:
                 f"eviction must be a policy such as fa.kv.LRU(), got {shown(eviction)}"
             )
         self.layout: Layout = layout
-        self.device = check_device(device)
+        meta = isinstance(device, str | torch.device) and str(device) == "meta"
+        self.device = torch.device("meta") if meta else check_device(device)
         self._eviction, self._clock = eviction, clock
         self.masks = [MaskPages(g, spec.page_size, self.max_kv_len) for g in spec.groups]
         self.pools = [
@@ -107,11 +109,11 @@ class Cache:
             for g, n in zip(spec.groups, counts, strict=True)
         ]
         self.tree = PageTree(self.pools, spec.page_size, spec.fingerprint)
-        self._layers = {
-            layer: pool.views[i]
-            for g, pool in zip(spec.groups, self.pools, strict=True)
-            for i, layer in enumerate(g.layers)
-        }
+        self._layers: dict[int, tuple[Codes, Codes]] = {}
+        self._rows: dict[int, Codes] = {}
+        for g, pool in zip(spec.groups, self.pools, strict=True):
+            self._layers.update(zip(g.layers, pool.views, strict=True))
+            self._rows.update(zip(g.layers, pool.rows, strict=False))
         self._group_of = {x: i for i, g in enumerate(spec.groups) for x in g.layers}
         self._sequences: dict[int, Sequence] = {}
         self._numbers = itertools.count()
@@ -392,15 +394,40 @@ class Cache:
 
         Returns:
             k_pages [num_pages + 1, page_size, num_kv_heads, head_dim] and v_pages, views; of a
-            group with a format `fa.kv.Stored`.
+            group with a format `fa.kv.Stored`. Of latent attention (v_in_k) the latents
+            [num_pages + 1, page_size, 1, head_dim_v] and the rotary parts [..., head_dim -
+            head_dim_v]; `latents` has both as one.
 
         Raises InputError for a number that no layer has.
         """
         return self._layers[check_int("layer", layer, 0, self.spec.num_layers - 1)]
 
+    def latents(self, layer: int) -> Codes:
+        """The pages of a layer of latent attention: rows of a latent and its rotary part.
+
+        Returns:
+            [num_pages + 1, page_size, 1, head_dim], a view, or an `fa.kv.Stored`: the keys of
+            `BatchAttention` with v_in_k. Their first head_dim_v columns are the values.
+
+        Raises InputError for a number that no layer has, and for a layer without such rows: its
+        group is without v_in_k, or its formats keep the parts apart.
+        """
+        layer = check_int("layer", layer, 0, self.spec.num_layers - 1)
+        if layer not in self._rows:
+            raise InputError(
+                f"layer {layer} has no rows of both parts: its group needs v_in_k=True, and no "
+                "kv_format or a pair of one format of 8 bits in groups; tensors() has the parts"
+            )
+        return self._rows[layer]
+
     def group_of(self, layer: int) -> int:
         """The number of the group that a layer belongs to. Raises as `tensors`."""
         return self._group_of[check_int("layer", layer, 0, self.spec.num_layers - 1)]
+
+    def check_memory(self, what: str) -> None:
+        """Raises InputError if the cache has none, being on the device meta."""
+        if self.device.type == "meta":
+            raise InputError(f'{what} of a cache on device="meta", which holds no keys: pass "cpu"')
 
     def check_group(self, group: int) -> int:
         """The number of a group. Raises InputError."""

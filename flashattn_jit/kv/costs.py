@@ -25,7 +25,9 @@ def recompute_ns(group: Group, page_size: int, position: int) -> float:
     a key and head, for all keys before the page.
     """
     assert group.num_q_heads is not None and group.head_dim_v is not None
-    width = group.num_q_heads * group.head_dim * _MODEL_WIDTH_PER_HEAD_DIM
+    # Absorbed rows are wider than the heads of the model, which its rotary part is about half of.
+    head_dim = 2 * group.part_dims[1] if group.v_in_k else group.head_dim
+    width = group.num_q_heads * head_dim * _MODEL_WIDTH_PER_HEAD_DIM
     linear = _LINEAR_FLOPS_PER_WEIGHT * _WEIGHTS_PER_WIDTH_SQUARED * width * width
     attention = 2.0 * group.num_q_heads * (group.head_dim + group.head_dim_v) * position
     return len(group.layers) * page_size * (linear + attention) / _FLOPS_PER_NS

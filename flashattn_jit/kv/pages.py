@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..formats import Codes, Format, Stored
+from ..ops.keys.columns import columns
 from ..variants.ir.dtypes import CODES4, per_element
 from .int_buffer import Ints
 from .spec import Group
@@ -29,15 +30,14 @@ from .spec import Group
 Layout = Literal["page", "layer"]
 NULL = 0
 _HUGE_FROM = 8 << 20
-_ALIGNED = 16
-"""Bytes at multiples of which the keys or values of a layer begin, where dtypes differ."""
 
 
 class Pages:
     """States and memory of a group's pages.
 
     refs: page tables that name each page. owner: the number of the index' node that holds it, -1
-    for none. memory: the tensors that hold all pages; their first dim is the page.
+    for none. memory: the tensors that hold all pages; their first dim is the page. views: the two
+    parts of `Group.part_dims` for each layer; rows: where the parts lie side by side, both as one.
     """
 
     def __init__(
@@ -138,45 +138,43 @@ class Pages:
     def _make_memory(
         self, group: Group, page_size: int, dtype: torch.dtype, device: torch.device, layout: Layout
     ) -> None:
-        """Allocate the pages, and a view of keys and one of values for each layer.
+        """Allocate the pages, and views of the two parts of `Group.part_dims` for each layer.
 
         "page": one tensor [pages, elements]; a page holds keys and values of all layers, layer
         after layer, so that copying it is one piece. "layer": two tensors for each layer. Scales
         and zero points of codes have tensors for each layer's keys and values in both layouts.
         """
         rows = self.num_pages + 1
-        assert group.head_dim_v is not None
-        dims = (group.head_dim, group.head_dim_v)
-        dtypes = [dtype if f is None else f.dtype for f in group.formats]
-        columns = [dim // per_element(own) for dim, own in zip(dims, dtypes, strict=True)]
-        parts = [
-            page_size * group.num_kv_heads * n * own.itemsize
-            for n, own in zip(columns, dtypes, strict=True)
-        ]
-        # Of one dtype there is no gap; of several, each begins where any dtype may.
-        mixed = dtypes[0] != dtypes[1]
-        sizes = [-(-n // _ALIGNED) * _ALIGNED if mixed else n for n in parts]
+        used, sizes = group.part_bytes(page_size, dtype)
+        dims, formats = [*group.part_dims], [*group.formats]
+        if group.is_one_row:
+            dims, formats = [group.head_dim], formats[:1]
+            used, sizes = [sum(used)], [sum(sizes)]
+        dtypes = [dtype if f is None else f.dtype for f in formats]
+        widths = [dim // per_element(own) for dim, own in zip(dims, dtypes, strict=True)]
         self.views: list[tuple[Codes, Codes]] = []
+        self.rows: list[Codes] = []
         self.memory: list[torch.Tensor] = []
         books: dict[Format, torch.Tensor] = {}
         # Few operations know pairs of codes: their memory is of bytes.
         owners = [torch.uint8 if own is CODES4 else own for own in dtypes]
         if layout == "page":
-            own = torch.uint8 if mixed else owners[0]
+            own = owners[0] if len({*owners}) == 1 else torch.uint8
             self.memory = [
                 _zeros(rows, len(group.layers) * sum(sizes) // own.itemsize, own, device)
             ]
         for i in range(len(group.layers)):
             pair: list[Codes] = []
-            for part, form in enumerate(group.formats):
+            for part, form in enumerate(formats):
                 own, begin = owners[part], i * sum(sizes) + part * sizes[0]
                 if layout == "page":
                     whole = self.memory[0].view(torch.uint8)
-                    held = whole[:, begin : begin + parts[part]].view(own)
+                    held = whole[:, begin : begin + used[part]].view(own)
                 else:
-                    held = _zeros(rows, parts[part] // own.itemsize, own, device)
+                    held = _zeros(rows, sizes[part] // own.itemsize, own, device)
                     self.memory.append(held)
-                view = held.unflatten(1, (page_size, group.num_kv_heads, columns[part]))
+                    held = held[:, : used[part] // own.itemsize]
+                view = held.unflatten(1, (page_size, group.num_kv_heads, widths[part]))
                 if form is None:
                     pair.append(view)
                     continue
@@ -185,6 +183,10 @@ class Pages:
                 groups = () if form.group is None else (dims[part] // form.group,)
                 shape = (page_size, group.num_kv_heads, *groups)
                 pair.append(self._stored(view, form, books.get(form), shape))
+            if len(pair) == 1:
+                latent, rotary = group.part_dims
+                self.rows.append(pair[0])
+                pair = [columns(pair[0], 0, latent), columns(pair[0], latent, rotary)]
             self.views.append((pair[0], pair[1]))
 
     def _stored(

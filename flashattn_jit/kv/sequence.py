@@ -173,6 +173,7 @@ class Sequence:
         """
         self._check("suspend()")
         cache = self.cache
+        cache.check_memory("suspend()")
         saved = []
         for pages, table in zip(cache.pools, self.tables, strict=True):
             entries = np.flatnonzero(table.view)

@@ -18,16 +18,18 @@ from ..ops.append import check_applied_once, check_transform
 from ..ops.arguments.checks import check_heads, check_int, shown
 from ..ops.planning.batch_params import stand_ins
 from ..variants.binding import Bound, bind_outside_modes
-from ..variants.ir.dtypes import DTYPE_NAMES
+from ..variants.ir.dtypes import CODES4, DTYPE_NAMES, per_element
 from ..variants.ir.ir import variant_to_json
 from ..variants.library import Causal, Chunked, SlidingWindow
 from ..variants.params import Dims, declared_params, parts_of
 from ..variants.variant import Variant
+from .capacity.families import CHUNK, FULL, WINDOW, Layer, read_layers
 
 Reclaim = Literal["holes", "compact", "never"]
 _RECLAIMS = ("holes", "compact", "never")
 _MAX_LAYERS = 1 << 16
 _MAX_DIM = 1 << 16
+_ALIGNED = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +52,16 @@ class Group:
         transform: a variant whose key_mod and value_mod change new rows on their way into the
             pages, as for `fa.plan_append`: keys are then rotated or normed once, not whenever they
             are read. `variant` is without these hooks. Not with "compact", which gives keys new
-            positions. Head dims are then 1 to 256.
+            positions. Head dims are then 1 to 576.
         kv_format: an `fa.kv.Format` with scales of each token and head, or a pair of one for keys
             and one for values, either of which may be None: appends quantise, after the transform,
-            and `Cache.tensors` has `fa.kv.Stored`. On the CPU only.
+            and `Cache.tensors` has `fa.kv.Stored`. On the CPU only. With v_in_k, of the latents; a
+            pair is of the latents and of the rotary part, which attention reads where both are one
+            format of 8 bits, in groups of channels that divide both.
+        v_in_k: latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): a token has one
+            row of head_dim for all query heads, the latent of head_dim_v columns, which are its
+            values, and then the rotary part of its keys. A row is stored once. num_kv_heads is 1.
+            Without a transform.
 
     Raises InputError for sizes and names that are out of range, and for a variant that would apply
     hooks of the transform again; VariantError for a transform of other head dims.
@@ -72,6 +80,7 @@ class Group:
     reclaim: Reclaim = "holes"
     transform: Variant | None = None
     kv_format: KvFormat | None = None
+    v_in_k: bool = False
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -87,6 +96,7 @@ class Group:
             put(name, check_int(name, getattr(self, name), 1, _MAX_DIM))
         dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
         put("head_dim_v", check_int("head_dim_v", dim_v, 1, _MAX_DIM))
+        self._check_latent(dim_v)
         heads = self.num_kv_heads if self.num_q_heads is None else self.num_q_heads
         put("num_q_heads", check_int("num_q_heads", heads, 1, _MAX_DIM))
         check_heads(heads, self.num_kv_heads, self.num_kv_heads)
@@ -100,9 +110,9 @@ class Group:
         put("mask_params", MappingProxyType(dict(self.mask_params)))
         if self.reclaim not in _RECLAIMS:
             raise InputError(f"reclaim={shown(self.reclaim)} must be one of {', '.join(_RECLAIMS)}")
-        for f, name in zip(self.formats, ("head_dim", "head_dim_v"), strict=True):
+        for f, name, dim in zip(self.formats, self._part_names, self.part_dims, strict=True):
             if f is not None:
-                f.check_head_dim(name, getattr(self, name))
+                f.check_head_dim(name, dim)
             if f is not None and f.scale != "token_head":
                 raise InputError(
                     f"kv_format has scale={f.scale!r}, but a cache stores scales of each token and "
@@ -114,18 +124,77 @@ class Group:
 
     @property
     def formats(self) -> Formats:
-        """The formats of keys and of values."""
-        return read_formats(self.kv_format)
+        """The formats of keys and of values; with v_in_k of latents and of the rotary part."""
+        latents, rest = read_formats(self.kv_format)
+        return latents, None if self.v_in_k and not isinstance(self.kv_format, tuple) else rest
+
+    @property
+    def part_dims(self) -> tuple[int, int]:
+        """Head dims of the two parts that are stored: keys and values; with v_in_k the latent and
+        the rotary part.
+        """
+        assert self.head_dim_v is not None
+        if self.v_in_k:
+            return self.head_dim_v, self.head_dim - self.head_dim_v
+        return self.head_dim, self.head_dim_v
+
+    @property
+    def is_one_row(self) -> bool:
+        """Whether the two parts of a latent row lie side by side: neither has a format, or both
+        have one of 8 bits in groups of channels.
+        """
+        form, rest = self.formats
+        grouped = form is None or (
+            form.group is not None and form.dtype.itemsize == 1 and not form.rotate
+            and form.dtype is not CODES4
+        )  # fmt: skip
+        return self.v_in_k and form == rest and grouped
+
+    @property
+    def _part_names(self) -> tuple[str, str]:
+        if self.v_in_k:
+            return "head_dim_v", "head_dim - head_dim_v"
+        return "head_dim", "head_dim_v"
 
     def row_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Bytes of a token's keys and of its values in one layer, with their scales.
+        """Bytes that a token has in one layer, with scales: of the two parts of `part_dims`.
 
         dtype: of those that are not quantised.
         """
-        assert self.head_dim_v is not None
-        return kv_bytes(
-            self.formats, (dtype, dtype), self.num_kv_heads, self.head_dim, self.head_dim_v
-        )
+        return kv_bytes(self.formats, (dtype, dtype), self.num_kv_heads, *self.part_dims)
+
+    def part_bytes(self, page_size: int, dtype: torch.dtype) -> tuple[list[int], list[int]]:
+        """Bytes of the two parts of a page in one layer without scales: used, and held.
+
+        Of two dtypes each part begins at a multiple of 16 bytes, where any dtype may.
+        """
+        dtypes = [dtype if f is None else f.dtype for f in self.formats]
+        used = [
+            page_size * self.num_kv_heads * (dim // per_element(own)) * own.itemsize
+            for dim, own in zip(self.part_dims, dtypes, strict=True)
+        ]
+        mixed = dtypes[0] != dtypes[1]
+        return used, [-(-n // _ALIGNED) * _ALIGNED if mixed else n for n in used]
+
+    def _check_latent(self, dim_v: int) -> None:
+        if not isinstance(self.v_in_k, bool):
+            raise InputError(f"v_in_k={shown(self.v_in_k)} must be True or False")
+        if not self.v_in_k:
+            return
+        if dim_v >= self.head_dim:
+            raise InputError(
+                f"v_in_k=True needs head_dim_v, the columns of the latent, below head_dim="
+                f"{self.head_dim}, which counts the rotary part too; got head_dim_v={dim_v}"
+            )
+        if self.num_kv_heads != 1:
+            raise InputError(
+                f"v_in_k=True is of one latent row for all query heads: num_kv_heads="
+                f"{self.num_kv_heads} must be 1, and num_q_heads counts the heads"
+            )
+        if self.transform is not None:
+            raise InputError(
+                "v_in_k=True is without a transform: rotate the rotary part before it is appended"
+            )
 
     def _check_transform(self, transform: Variant) -> None:
         check_transform(transform)
@@ -200,7 +269,9 @@ class Spec:
         Raises InputError for a number that no group has.
         """
         g = self.groups[check_int("group", group, 0, len(self.groups) - 1)]
-        return len(g.layers) * self.page_size * sum(g.row_bytes(self.dtype))
+        used, held = g.part_bytes(self.page_size, self.dtype)
+        rows = self.page_size * sum(g.row_bytes(self.dtype))
+        return len(g.layers) * (rows + sum(held) - sum(used))
 
     @property
     def fingerprint(self) -> bytes:
@@ -210,12 +281,12 @@ class Spec:
         It is the same in every process. What appends give as params is no part of it.
         """
         groups = [
-            [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, _transform_document(g),
+            [g.layers, g.num_kv_heads, g.head_dim, g.head_dim_v, g.v_in_k, _transform_document(g),
              [f and [f.code, f.scale, DTYPE_NAMES[f.scale_dtype], f.group, f.zero, f.rotate]
               for f in g.formats]]
             for g in self.groups
         ]  # fmt: skip
-        document = ["fajit-kv/3", self.page_size, DTYPE_NAMES[self.dtype], groups]
+        document = ["fajit-kv/4", self.page_size, DTYPE_NAMES[self.dtype], groups]
         return hashlib.sha256(json.dumps(document).encode()).digest()
 
     @classmethod
@@ -226,97 +297,54 @@ class Spec:
         page_size: int = 16,
         dtype: torch.dtype = torch.bfloat16,
         kv_format: KvFormat | None = None,
+        cross: bool = False,
     ) -> Spec:
         """The spec of a decoder that a Hugging Face config describes.
 
         Layers of one kind and shape make one group: full causal, sliding window and chunked layers
         as ``config.layer_types`` names them; without it all layers are of one kind, but the first
-        max_window_layers, where a config has that, see all keys, as in transformers' Qwen2.
+        max_window_layers, where a config has that, see all keys, as in transformers' Qwen2. Latent
+        attention has `Group.v_in_k`. Layers that reuse the keys of others, which are the last ones
+        (Gemma 3n), store nothing: the spec has the layers before them.
 
         Args:
-            config: a transformers config, or any object with its attributes: num_hidden_layers,
+            config: a transformers config of a family in `capacity.families.FAMILIES`; or any object
+                without a model_type that has its attributes: num_hidden_layers,
                 num_attention_heads, and where a model has them num_key_value_heads, head_dim,
-                hidden_size, layer_types, sliding_window, use_sliding_window,
-                max_window_layers, attention_chunk_size.
+                hidden_size, layer_types, sliding_window, use_sliding_window, max_window_layers,
+                attention_chunk_size, num_kv_shared_layers; of latent attention kv_lora_rank,
+                qk_nope_head_dim, qk_rope_head_dim, v_head_dim.
             page_size, dtype: as for `Spec`.
             kv_format: as for `Group`, of all layers.
+            cross: for a model with an encoder, what its decoder layers store of the encoder's
+                tokens, in a cache of its own, rather than of their own tokens.
 
         Raises:
-            InputError: the config lacks a size, or has layers of a kind that is not attention over
-                cached keys, or latent attention.
+            InputError: the family is unknown, the message lists those that are known; the config
+                lacks a size, or has layers of a kind that is not attention over cached keys.
 
         Example:
             >>> spec = fa.kv.Spec.from_config(AutoConfig.from_pretrained(name))
         """
-        text = getattr(config, "text_config", None)
-        config = config if text is None else text
-        if getattr(config, "kv_lora_rank", None):
-            raise InputError(
-                "the config has kv_lora_rank: latent attention, which has no Spec from a config"
-            )
-        num_layers = _size(config, "num_hidden_layers")
-        num_q_heads = _size(config, "num_attention_heads")
-        one = getattr(config, "multi_query", False)  # Falcon, GPT-BigCode
-        one = one and not getattr(config, "new_decoder_architecture", False)
-        num_kv_heads = _size(config, "num_key_value_heads", 1 if one else num_q_heads)
-        head_dim = _size(config, "head_dim", None, missing=0)
-        if not head_dim:
-            hidden = _size(config, "hidden_size")
-            if hidden % num_q_heads:
-                raise InputError(
-                    f"hidden_size={hidden} is no multiple of num_attention_heads={num_q_heads}, "
-                    "and the config has no head_dim"
-                )
-            head_dim = hidden // num_q_heads
-        kinds = [_kind(config, layer) for layer in range(num_layers)]
+        layers = read_layers(config, cross)
         groups = tuple(
             Group(
-                tuple(i for i, own in enumerate(kinds) if own == kind), num_kv_heads, head_dim,
-                num_q_heads=num_q_heads, variant=_VARIANTS[kind[0]](*kind[1:]), kv_format=kv_format,
+                tuple(i for i, own in enumerate(layers) if own == layer), layer.num_kv_heads,
+                layer.head_dim, layer.head_dim_v, layer.num_q_heads, v_in_k=layer.v_in_k,
+                variant=None if cross else _variant(layer),
+                kv_format=kv_format,
             )
-            for kind in dict.fromkeys(kinds)
+            for layer in dict.fromkeys(layers)
         )  # fmt: skip
         return cls(groups, page_size, dtype)
 
 
-_VARIANTS: Mapping[str, Any] = {
-    "full_attention": Causal, "sliding_attention": SlidingWindow, "chunked_attention": Chunked,
-}  # fmt: skip
-
-
-def _kind(config: Any, layer: int) -> tuple[Any, ...]:
-    """The kind of a layer by transformers' name, with the length of its window or chunk."""
-    types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if types is None:
-        full = getattr(config, "max_window_layers", None) or 0
-        sliding = window is not None and getattr(config, "use_sliding_window", True)
-        sliding = sliding and layer >= check_int("max_window_layers", full, 0)
-        kind = "sliding_attention" if sliding else "full_attention"
-    elif layer >= len(types):
-        raise InputError(f"layer_types has {len(types)} entries, but layer {layer} exists")
-    else:
-        kind = types[layer]
-    if kind == "full_attention":
-        return (kind,)
-    lengths = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    if kind not in lengths:
-        raise InputError(
-            f"layer {layer} is of kind {shown(kind)}; a Spec is made from a config for "
-            f"{', '.join(_VARIANTS)}"
-        )
-    return kind, _size(config, lengths[kind])
-
-
-def _size(config: Any, name: str, default: int | None = None, missing: int | None = None) -> int:
-    """A positive size of the config. missing: the result where neither it nor a default is."""
-    value = getattr(config, name, None)
-    value = default if value is None else value
-    if value is None and missing is not None:
-        return missing
-    if value is None:
-        raise InputError(f"the config has no {name}")
-    return check_int(name, value, 1)
+def _variant(layer: Layer) -> Variant:
+    if layer.kind == FULL:
+        return Causal()
+    kinds: Mapping[str, Any] = {WINDOW: SlidingWindow, CHUNK: Chunked}
+    made: Variant = kinds[layer.kind](layer.length)
+    return made
 
 
 # --- transforms before there is a batch ---------------------------------------------------------

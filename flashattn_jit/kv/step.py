@@ -135,6 +135,7 @@ class Step:
         return self._make_paged(group, skipped)
 
     def _make_paged(self, group: int, skipped: NDArray[np.int64] | None = None) -> Paged:
+        self._cache.check_memory("the page tables")
         size = self._cache.spec.page_size
         tables = [seq.tables[group] for seq, _ in self._items]
         counts = np.array([t.length for t in tables], np.int64)
@@ -190,7 +191,9 @@ class Step:
         Args:
             layer: the number of the layer.
             k, v: [num_tokens, num_kv_heads, head_dim], [num_tokens, num_kv_heads, head_dim_v] in
-                the cache's dtype and on its device.
+                the cache's dtype and on its device. Of latent attention (v_in_k) the latents
+                [num_tokens, 1, head_dim_v] and the rotary parts [num_tokens, 1, head_dim -
+                head_dim_v].
             **params: those of the group's transform, such as the weights of the layer's norm.
 
         Raises InputError for tensors that do not fit, ParamError for params that do not, and then

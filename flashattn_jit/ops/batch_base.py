@@ -14,14 +14,7 @@ import torch
 from .. import _C
 from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, target_on_device
 from ..errors import InputError
-from ..formats import (
-    KvFormat,
-    Stored,
-    check_values_in_keys,
-    columns,
-    kv_bytes,
-    read_formats,
-)
+from ..formats import KvFormat, Stored, kv_bytes, read_formats
 from ..stored_hooks import check_partial, codes_of, decoded, decodings
 from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.binding import Bound
@@ -33,6 +26,7 @@ from ..variants.variant import Variant, as_variant, is_pointwise
 from .arguments import checks
 from .arguments.calls import Array, Offset, host_array, offset_array
 from .arguments.limits import Limits
+from .keys.columns import check_values_in_keys, columns
 from .keys.key_lists import KeyLists, Lengths, key_lists
 from .keys.mask_bits import BlockBits, FlatBits, TreeBits, flat_params, tree_words
 from .keys.sparsity import Bits, BlockSparse, Sparsity, TokenSparse, Tree

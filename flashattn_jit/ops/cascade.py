@@ -148,7 +148,7 @@ class CascadeAttention(BatchBase):
         more: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self._kernels.options.v_in_k:
             if isinstance(k, Sequence):
-                k, v = [self._values(x, v, scale) for x in k], None  # type: ignore[misc]
+                k, v = [self._values(x, v, scale) for x in k], None  # type: ignore[misc,arg-type]
             else:
                 k, v = self._values(k, v, scale)
         if v is None or not isinstance(k, torch.Tensor | Stored):

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..formats import Codes, Stored, columns
+from ..formats import Codes, Stored
 from ..variants.ir.dtypes import row_dim
 from ..variants.variant import Variant
 from .append import append_paged_kv
+from .keys.columns import columns
 from .keys.paged import Paged
 
 
@@ -26,7 +27,7 @@ from .keys.paged import Paged
 class AbsorbedMLA:
     """The projections between heads and latents; see `absorb_mla`.
 
-    to_keys: [num_heads, nope_dim, rank]. to_values: [num_heads, v_dim, rank].
+    to_keys: [num_q_heads, nope_dim, rank]. to_values: [num_q_heads, v_dim, rank].
     """
 
     to_keys: Tensor
@@ -37,11 +38,11 @@ class AbsorbedMLA:
         return f"AbsorbedMLA({heads} heads, {nope} / {self.to_values.shape[1]}, rank {rank})"
 
     def query(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
-        """Queries of rows: [..., num_heads, rank + rope_dim].
+        """Queries of rows: [..., num_q_heads, rank + rope_dim].
 
         Args:
-            q_nope: [..., num_heads, nope_dim], the part without rotary positions.
-            q_rope: [..., num_heads, rope_dim], after the rotation.
+            q_nope: [..., num_q_heads, nope_dim], the part without rotary positions.
+            q_rope: [..., num_q_heads, rope_dim], after the rotation.
 
         Raises:
             InputError: a shape is wrong.
@@ -56,15 +57,15 @@ class AbsorbedMLA:
         return torch.cat([latent, q_rope], -1)
 
     def output(self, out: Tensor) -> Tensor:
-        """The heads' outputs [..., num_heads, v_dim] of attention over rows.
+        """The heads' outputs [..., num_q_heads, v_dim] of attention over rows.
 
-        out: [..., num_heads, rank], the weighted sums of latents. Raises InputError.
+        out: [..., num_q_heads, rank], the weighted sums of latents. Raises InputError.
         """
         _check("out", out, (self.to_values.shape[0], self.to_values.shape[2]))
         return torch.einsum("...hr,hvr->...hv", out, self.to_values)
 
     def expand(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """The heads' keys [..., num_heads, nope_dim + rope_dim] and values [..., num_heads, v_dim].
+        """The keys and values of the heads: [..., num_q_heads, nope_dim + rope_dim or v_dim].
 
         Args:
             latent: [..., rank], normalised as the model stores it.
@@ -102,15 +103,15 @@ class AbsorbedMLA:
         return absorbed <= kv_len * each + q_len * kv_len * pair
 
 
-def absorb_mla(kv_b_weight: Tensor, num_heads: int, nope_dim: int, v_dim: int) -> AbsorbedMLA:
+def absorb_mla(kv_b_weight: Tensor, num_q_heads: int, nope_dim: int, v_dim: int) -> AbsorbedMLA:
     """The projections of latent attention from a model's ``kv_b_proj`` weight.
 
     Queries times the key part of the weight attend to latents directly, and the value part applies
     to their sums: no key or value of a head exists.
 
     Args:
-        kv_b_weight: [num_heads * (nope_dim + v_dim), rank], floating; head by head, keys first.
-        num_heads: query heads.
+        kv_b_weight: [num_q_heads * (nope_dim + v_dim), rank], floating; head by head, keys first.
+        num_q_heads: query heads.
         nope_dim: of the part of a head's keys without rotary positions.
         v_dim: of a head's values.
 
@@ -123,19 +124,19 @@ def absorb_mla(kv_b_weight: Tensor, num_heads: int, nope_dim: int, v_dim: int) -
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
 
     Example:
-        >>> w = fa.absorb_mla(layer.kv_b_proj.weight, num_heads=16, nope_dim=128, v_dim=128)
+        >>> w = fa.absorb_mla(layer.kv_b_proj.weight, num_q_heads=16, nope_dim=128, v_dim=128)
         >>> batch = fa.BatchAttention(fa.Causal(), num_q_heads=16, num_kv_heads=1, head_dim=576,
         ...                           head_dim_v=512, v_in_k=True, q_dtype=torch.bfloat16)
         >>> out = w.output(batch.run(w.query(q_nope, q_rope), pages, scale=192**-0.5))
     """
-    rows = num_heads * (nope_dim + v_dim)
+    rows = num_q_heads * (nope_dim + v_dim)
     if not isinstance(kv_b_weight, Tensor) or kv_b_weight.dim() != 2 or len(kv_b_weight) != rows:
         shape = list(getattr(kv_b_weight, "shape", ()))
         raise InputError(
-            f"kv_b_weight must be [num_heads * (nope_dim + v_dim), rank] = [{rows}, rank], got "
+            f"kv_b_weight must be [num_q_heads * (nope_dim + v_dim), rank] = [{rows}, rank], got "
             f"{shape}"
         )
-    heads = kv_b_weight.view(num_heads, nope_dim + v_dim, -1)
+    heads = kv_b_weight.view(num_q_heads, nope_dim + v_dim, -1)
     return AbsorbedMLA(heads[:, :nope_dim], heads[:, nope_dim:])
 
 

@@ -15,7 +15,7 @@ from flashattn_jit.deploy.wanted.structures import library_names
 from flashattn_jit.variants import library
 
 COMMANDS = ("doctor", "warm", "cache", "pack", "unpack", "manifest", "explain", "bench",
-            "completion")  # fmt: skip
+            "kv", "completion")  # fmt: skip
 TORCH = {"torch", "numpy"}
 REPORT = """
 import atexit, sys

@@ -378,7 +378,7 @@ def test_more_pages_than_the_system_has_memory_for(layout: Any, head_dim: int) -
         ("num_pages", 0), ("num_pages", [1, 2]), ("max_kv_len", 0), ("max_kv_len", 2**31 - 1),
         ("layout", "flat"),
         ("eviction", fa.kv.LRU), ("lookback", -1), ("spec", None),
-        ("device", "foo"), ("device", "meta"),
+        ("device", "foo"), ("device", "meta:0"),
     ],
 )  # fmt: skip
 def test_caches_that_are_none(name: str, value: object) -> None:

@@ -52,10 +52,10 @@ def test_transforms() -> None:
 
 
 def test_transforms_of_other_shapes_and_dtypes() -> None:
-    with pytest.raises(fa.InputError, match="head_dim=512, but a transform changes rows of 1 to"):
-        fa.kv.Group((0,), 1, 512, transform=fa.RoPE())
-    with pytest.raises(fa.InputError, match="head_dim_v=257"):
-        fa.kv.Group((0,), 1, 8, 257, transform=fa.RoPE())
+    with pytest.raises(fa.InputError, match="head_dim=640, but a transform changes rows of 1 to"):
+        fa.kv.Group((0,), 1, 640, transform=fa.RoPE())
+    with pytest.raises(fa.InputError, match="head_dim_v=577"):
+        fa.kv.Group((0,), 1, 8, 577, transform=fa.RoPE())
     with pytest.raises(fa.VariantError, match="head_dim=7"):
         fa.kv.Group((0,), 1, 7, transform=fa.RoPE())
     group = fa.kv.Group((0,), 1, 8, transform=fa.QKNorm())  # whose weights come with appends
@@ -172,7 +172,8 @@ def test_windows_of_qwen2_are_those_of_transformers(uses: bool, full: int) -> No
         ({"layer_types": ["linear_attention"] * 6}, "linear_attention"),
         ({"layer_types": ["full_attention"] * 5}, "layer_types has 5"),
         ({"layer_types": ["sliding_attention"] * 6}, "no sliding_window"),
-        ({"kv_lora_rank": 512}, "latent"), ({"hidden_size": 513}, "hidden_size=513"),
+        ({"kv_lora_rank": 512}, "the config has no qk_nope_head_dim"),
+        ({"hidden_size": 513}, "hidden_size=513"),
         ({"num_attention_heads": None}, "num_attention_heads"),
         ({"sliding_window": 8, "max_window_layers": "a"}, "max_window_layers"),
     ],

@@ -134,7 +134,7 @@ def test_fewer_multiplications() -> None:
 
 def test_errors() -> None:
     weight = torch.zeros(HEADS * (NOPE + V_DIM), RANK)
-    with pytest.raises(InputError, match=r"\[num_heads \* \(nope_dim \+ v_dim\), rank\] = \[164"):
+    with pytest.raises(InputError, match=r"\[num_q_heads \* \(nope_dim \+ v_dim\), rank\] = \[164"):
         fa.absorb_mla(weight, HEADS, NOPE + 1, V_DIM)
     w = fa.absorb_mla(weight, HEADS, NOPE, V_DIM)
     q = torch.zeros(3, HEADS, NOPE)
@@ -153,7 +153,7 @@ def test_errors() -> None:
         fa.append_paged_latent(row, row[:, :15], pages, indptr, paged)
     for given, message in (
         (fa.kv.Format("int8"), "one scale for a whole row"),
-        (fa.kv.Format("int8", group=32), "group=32 divides not both 0 and 48"),
+        (fa.kv.Format("int8", group=32), "group=32 does not divide both 0 and 48"),
         (fa.kv.Format("int4", group=16), "codes of 4 bits"),
     ):
         with pytest.raises(InputError, match=message):

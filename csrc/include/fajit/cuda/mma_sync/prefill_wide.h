@@ -51,9 +51,9 @@ class PrefillWide {
   using Softmax = OnlineSoftmax<1, Hooks::kScore>;
 
   static constexpr int kWarps = Config::kWarps, kStages = Config::kStages;
-  static constexpr int kGroups = kWarps / 2;               // of 16 rows
+  static constexpr int kGroups = kWarps / 2;  // of 16 rows
   static constexpr int kHalfKeys = Config::kTileKv / 2;
-  static constexpr int kN = kHalfKeys / 8;                 // blocks of 8 keys of a warp
+  static constexpr int kN = kHalfKeys / 8;  // blocks of 8 keys of a warp
   // Columns of V from which the second warp of a group counts, a multiple of 64 so that the
   // swizzle of a lane's addresses does not depend on it. Both have as many: they may overlap.
   static constexpr int kHalfBegin = Config::kDimV / 128 * 64;
@@ -138,8 +138,8 @@ class PrefillWide {
   FAJIT_DEV void load_queries() {
     const uint16_t* from = static_cast<const uint16_t*>(a_.q) +
                            row_offset<Config::kMixedRows>(a_, item_, query_row(), a_.q_stride);
-    load_rows<Config::kHeadDim, QLayout, kQueryRows, Config::kAligned>(q_, warp_ * kQueryRows,
-                                                                       query_rows(), HeldRows{from});
+    load_rows<Config::kHeadDim, QLayout, kQueryRows, Config::kAligned>(
+        q_, warp_ * kQueryRows, query_rows(), HeldRows{from});
   }
   // What happens to Q before the first product; each warp changes the rows that it has loaded.
   FAJIT_DEV void finish_queries() {
@@ -182,8 +182,8 @@ class PrefillWide {
   }
   FAJIT_DEV void load_values(const KvTile& tile, const KeyLocation& location, int stage) {
     if constexpr (!kShared)
-      keys_.template load_values<kLoadRows>(v_ + stage * kVBytes, warp_ * kLoadRows,
-                                            own_keys(tile), location);
+      keys_.template load_values<kLoadRows>(v_ + stage * kVBytes, warp_ * kLoadRows, own_keys(tile),
+                                            location);
   }
   FAJIT_DEV unsigned char* key_codes() const {  // of this warp
     return q_ + kCodesBegin + warp_ * kLoadRows * Coded::kKeyPitch;
@@ -280,7 +280,7 @@ class PrefillWide {
                                           listed(turn) + half_ * kHalfKeys * 4);
       if constexpr (!Hooks::kPointwise)
         softmax.template step<kByLine<kMasked, Config, Hooks>>(
-            s, shift, o, units_, [this](float(&best)[2]) { join_maxima(best); });
+            s, shift, o, units_, [this](float (&best)[2]) { join_maxima(best); });
       store_weights(s);
 
       if constexpr (kStages == 1 && !kShared && !kCodes) {
@@ -351,8 +351,7 @@ class PrefillWide {
     }
   }
   FAJIT_DEV float* word_of(int i, int half) const {
-    return reinterpret_cast<float*>(weights_ +
-                                    WeightLayout::offset(i * 8 + lane_ / 4, half * kN));
+    return reinterpret_cast<float*>(weights_ + WeightLayout::offset(i * 8 + lane_ / 4, half * kN));
   }
   FAJIT_DEV void wait_for_partner() const { ptx::wait_named(1 + group_, 64); }
 

@@ -1,0 +1,342 @@
+"""`fa.kv.estimate`: what a cache holds and what a decode step reads, in bytes and in FLOP."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import InputError, ParamError
+from ...formats import KvFormat
+from ...late_binding import upper
+from ...ops.arguments.checks import INT32_MAX, check_int
+from ..int_buffer import Ints
+from ..reclaim import MaskPages
+from ..spec import Group, Spec
+from .families import Expanded, has_encoder, read_expanded
+
+MOST_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEstimate:
+    """A group's share of an `Estimate`, for one sequence unless it says otherwise.
+
+    kind: "MHA", "GQA", "MQA" or "MLA", and the variant. row_bytes: of a token in one layer, with
+    scales. pages: the most that it names on the way to kv_len. keys: that the newest query reads,
+    in one layer. decode_flops: of these keys, in all layers: multiply-adds of scores and values.
+    """
+
+    kind: str
+    num_layers: int
+    row_bytes: int
+    page_bytes: int
+    pages: int
+    keys: int
+    decode_flops: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all layers of the group."""
+        return self.num_layers * self.row_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pages."""
+        return self.pages * self.page_bytes
+
+    @property
+    def decode_bytes(self) -> int:
+        """Bytes of the keys and values that one new token reads; of latent rows once."""
+        return self.keys * self.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Absorption:
+    """What latent attention costs in one layer in its two forms, in FLOP.
+
+    Expanded, a call multiplies kv_len latents by the weights of all heads' keys and values, and
+    attends with narrow heads. Absorbed, it multiplies its queries and outputs by the same weights,
+    and attends with rows as wide as the latent.
+
+    break_even_q_len: the fewest new tokens of a sequence of kv_len for which the expanded form
+    takes no more FLOP; None where it never does. expanded_token_bytes: of a token's expanded keys
+    and values, in one layer and the cache's dtype.
+    """
+
+    sizes: Expanded
+    kv_len: int
+    break_even_q_len: int | None
+    expanded_token_bytes: int
+
+    def flops(self, q_len: int, absorbed: bool) -> int:
+        """FLOP of the newest q_len tokens of a causal sequence."""
+        return _mla_flops(self.sizes, q_len, self.kv_len, absorbed)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What sequences of one length need; `estimate` makes it.
+
+    groups: of the layers, those of `spec` first, then those of `cross`: an encoder's tokens, of
+    which a sequence has cross_len. batch: sequences. dtype, page_size: of the cache. max_batch: the
+    most sequences that budget_bytes hold; None without a budget. absorption: of latent attention.
+    """
+
+    spec: Spec
+    cross: Spec | None
+    groups: tuple[GroupEstimate, ...]
+    kv_len: int
+    cross_len: int
+    batch: int
+    budget_bytes: int | None
+    absorption: Absorption | None
+    config: Any = field(repr=False)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all layers that store the sequence's own keys."""
+        return sum(g.token_bytes for g in self.groups[: len(self.spec.groups)])
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of one sequence, whole pages."""
+        return sum(g.held_bytes for g in self.groups)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all sequences."""
+        return self.batch * self.sequence_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """What caches that hold just these sequences allocate: with a null page for each group."""
+        return self.held_bytes + sum(g.page_bytes for g in self.groups)
+
+    @property
+    def num_pages(self) -> tuple[int, ...]:
+        """The pages of each group of `spec` that such a cache has, as for `fa.kv.Cache`."""
+        return tuple(self.batch * g.pages for g in self.groups[: len(self.spec.groups)])
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Bytes of `held_bytes` in slots behind the last token of a sequence."""
+        size = self.spec.page_size
+        own = len(self.spec.groups)
+        lengths = [self.kv_len] * own + [self.cross_len] * (len(self.groups) - own)
+        return self.batch * sum(
+            -length % size * g.page_bytes // size
+            for g, length in zip(self.groups, lengths, strict=True)
+        )
+
+    @property
+    def decode_bytes(self) -> int:
+        """Bytes of keys and values that a step reads: one new token of each sequence."""
+        return self.batch * sum(g.decode_bytes for g in self.groups)
+
+    @property
+    def decode_flops(self) -> int:
+        """Multiply-adds of attention in such a step, two FLOP each; without linear layers."""
+        return self.batch * sum(g.decode_flops for g in self.groups)
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte of keys and values of a step, which no batch changes; 0.0 for kv_len 0."""
+        return self.decode_flops / self.decode_bytes if self.decode_bytes else 0.0
+
+    @cached_property
+    def max_batch(self) -> int | None:
+        """The most sequences whose pages, with the null pages, fit budget_bytes."""
+        if self.budget_bytes is None:
+            return None
+        left = self.budget_bytes - sum(g.page_bytes for g in self.groups)
+        return max(0, left // self.sequence_bytes) if self.sequence_bytes else 0
+
+    def at(self, kv_len: int) -> Estimate:
+        """The estimate of another length. Raises InputError as `estimate`."""
+        return _estimate(
+            self.config, self.spec, self.cross, kv_len, self.cross_len, self.batch,
+            self.budget_bytes,
+        )  # fmt: skip
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw bytes and decode bytes by length, to twice kv_len; the suffix decides the format.
+
+        Raises InputError if matplotlib is missing or cannot write this format.
+        """
+        upper("plot_estimate")(self, path)
+
+    def __str__(self) -> str:
+        text: str = upper("show_estimate")(self)
+        return text
+
+
+def estimate(
+    config: Any,
+    kv_len: int,
+    batch: int = 1,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_format: KvFormat | None = None,
+    page_size: int = 16,
+    cross_len: int = 0,
+    budget_bytes: int | None = None,
+) -> Estimate:
+    """What a cache holds for sequences of one length, and what decoding them reads.
+
+    Bytes are those that an `fa.kv.Cache` of the same spec allocates. Where a mask gives up pages, a
+    sequence counts with the most that it names while it grows to kv_len token by token; a prompt
+    that is appended in one step holds all of its pages until the commit.
+
+    Args:
+        config: as for `fa.kv.Spec.from_config`; or an `fa.kv.Spec`, which has its own dtype, format
+            and page size.
+        kv_len: tokens of each sequence, 0 or more.
+        batch: sequences. They share no pages.
+        dtype, kv_format, page_size: as for `fa.kv.Spec.from_config`.
+        cross_len: tokens of the encoder's output, for a model whose layers read it.
+        budget_bytes: memory for pages, for `Estimate.max_batch`.
+
+    Raises:
+        InputError: a number is out of range, the config has no spec, or cross_len is given for a
+            model without an encoder.
+
+    Example:
+        >>> found = fa.kv.estimate(DeepseekV3Config(), 131072, budget_bytes=80 << 30)
+        >>> found.token_bytes, found.max_batch  # 70272, 9
+    """
+    if isinstance(config, Spec):
+        if kv_format is not None:
+            raise InputError("kv_format goes with a config; an fa.kv.Spec has its groups' formats")
+        spec, cross = config, None
+    else:
+        spec = Spec.from_config(config, page_size=page_size, dtype=dtype, kv_format=kv_format)
+        cross = None
+        if has_encoder(config):
+            cross = Spec.from_config(
+                config, page_size=page_size, dtype=dtype, kv_format=kv_format, cross=True
+            )
+    return _estimate(config, spec, cross, kv_len, cross_len, batch, budget_bytes)
+
+
+def _estimate(
+    config: Any, spec: Spec, cross: Spec | None, kv_len: int, cross_len: int, batch: int,
+    budget_bytes: int | None,
+) -> Estimate:  # fmt: skip
+    kv_len = check_int("kv_len", kv_len, 0, INT32_MAX - spec.page_size)
+    batch = check_int("batch", batch, 1)
+    cross_len = check_int("cross_len", cross_len, 0, INT32_MAX - spec.page_size)
+    if cross_len and cross is None:
+        raise InputError(f"cross_len={cross_len}, but the model's layers read no encoder")
+    if budget_bytes is not None:
+        budget_bytes = check_int("budget_bytes", budget_bytes, 1, MOST_BYTES)
+    groups = [_group(spec, g, kv_len) for g in range(len(spec.groups))]
+    if cross is not None:
+        groups += [_group(cross, g, cross_len) for g in range(len(cross.groups))]
+    sizes = None if isinstance(config, Spec) else read_expanded(config)
+    absorption = None
+    if sizes is not None and kv_len:
+        wide = sizes.nope_dim + sizes.rope_dim + sizes.head_dim_v
+        absorption = Absorption(
+            sizes, kv_len, _break_even(sizes, kv_len),
+            sizes.num_q_heads * wide * spec.dtype.itemsize,
+        )  # fmt: skip
+    return Estimate(
+        spec, cross, tuple(groups), kv_len, cross_len, batch, budget_bytes, absorption, config
+    )
+
+
+def held_pages(spec: Spec, group: int, kv_len: int) -> int:
+    """The most pages that a sequence names while it grows to kv_len token by token."""
+    size = spec.page_size
+    left = _left(spec.groups[group], size, kv_len // size)
+    if left is None:
+        return -(-kv_len // size)
+    whole = kv_len // size
+    return max(int(left[:whole].max(initial=-1)) + 1, int(left[whole]) + (kv_len % size > 0))
+
+
+def _left(group: Group, size: int, whole: int) -> Ints | None:
+    """[n]: pages that are left of n full ones, at least up to `whole`; None where all are.
+
+    A commit looks for dead pages whenever the next query enters another page.
+    """
+    return _left_up_to(group, size, 1 << max(0, whole - 1).bit_length()) if whole else None
+
+
+@functools.lru_cache(maxsize=64)
+def _left_up_to(group: Group, size: int, most: int) -> Ints | None:
+    mask = MaskPages(group, size, 2 * most * size)
+    if not mask.reclaims:
+        return None
+    left = np.zeros(most + 1, np.int64)
+    for n in range(1, most + 1):
+        pages = int(left[n - 1]) + 1 if group.reclaim == "compact" else n
+        left[n] = pages - int(mask.given_up(pages * size, pages).sum())
+    left.flags.writeable = False
+    return left
+
+
+def _group(spec: Spec, group: int, kv_len: int) -> GroupEstimate:
+    g = spec.groups[group]
+    assert g.num_q_heads is not None and g.head_dim_v is not None
+    keys = _keys_read(g, spec.page_size, kv_len)
+    flops = 2 * g.num_q_heads * (g.head_dim + g.head_dim_v) * keys * len(g.layers)
+    return GroupEstimate(
+        _kind(g), len(g.layers), sum(g.row_bytes(spec.dtype)), spec.page_bytes(group),
+        held_pages(spec, group, kv_len), keys, flops,
+    )  # fmt: skip
+
+
+def _keys_read(group: Group, size: int, kv_len: int) -> int:
+    """The keys that the query at kv_len - 1 reads, in any head; all where a mask is not judged."""
+    left = _left(group, size, kv_len // size) if group.reclaim == "compact" else None
+    if left is not None:
+        kv_len = int(left[kv_len // size]) * size + kv_len % size
+    if not kv_len or group.variant is None:
+        return kv_len
+    try:
+        mask = MaskPages(replace(group, reclaim="holes"), 1, kv_len)
+    except (InputError, ParamError):  # it depends on the request, which reclaim="never" allows
+        return kv_len
+    return kv_len - int(mask.dead(kv_len - 1, kv_len).sum())
+
+
+def _kind(group: Group) -> str:
+    """Such as "GQA 4, SlidingWindow": 4 query heads a KV head."""
+    assert group.num_q_heads is not None
+    shared = group.num_q_heads // group.num_kv_heads
+    kind = "MHA" if shared == 1 else f"GQA {shared}" if group.num_kv_heads > 1 else "MQA"
+    kind = "MLA" if group.v_in_k else kind
+    return kind if group.variant is None else f"{kind}, {group.variant.name}"
+
+
+# --- latent attention ---------------------------------------------------------------------------
+
+
+def _mla_flops(sizes: Expanded, q_len: int, kv_len: int, absorbed: bool) -> int:
+    heads, latent, nope, rope, v = sizes
+    pairs = q_len * kv_len - q_len * (q_len - 1) // 2
+    projected, width = (q_len, 2 * latent + rope) if absorbed else (kv_len, nope + rope + v)
+    return 2 * heads * (latent * (nope + v) * projected + width * pairs)
+
+
+def _break_even(sizes: Expanded, kv_len: int) -> int | None:
+    """The least q_len at which expanding costs no more.
+
+    With rows that absorbing makes wider, the difference falls with q_len, and a call of all kv_len
+    tokens is not cheaper absorbed. With narrower ones absorbing is always cheaper.
+    """
+
+    def expands(q_len: int) -> bool:
+        return _mla_flops(sizes, q_len, kv_len, False) <= _mla_flops(sizes, q_len, kv_len, True)
+
+    if not expands(kv_len):
+        return None
+    return 1 + bisect.bisect_left(range(1, kv_len), True, key=expands)
