@@ -13,13 +13,21 @@ from tests.harness import processes
 FAILING = "tests.distributed.failing:"
 
 
+@pytest.fixture(scope="module")
+def kernels() -> None:
+    """The kernels of Causal are in the cache: ranks that compile would miss short timeouts."""
+    on_ranks(2, FAILING + "compiled")
+
+
 @pytest.mark.parametrize("when", ["between", "late"])
+@pytest.mark.usefixtures("kernels")
 def test_a_killed_rank_is_an_error_of_the_others(when) -> None:
     *said, last = on_ranks(3, FAILING + "killed", timeout_s=8, when=when)
     assert last == "killed"
     assert all("a rank is gone, or took longer" in words for words in said)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_a_rank_that_does_not_come_is_an_error_after_the_timeout() -> None:
     *said, last = on_ranks(2, FAILING + "absent", timeout_s=3)
     assert last == "late" and all("timeout" in words for words in said)
