@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -128,6 +128,12 @@ class ContextParallel:
     def variant(self) -> Variant:
         """What is computed."""
         return self._batch.variant
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a ContextParallel belongs to the process group of its rank and cannot be copied or "
+            "pickled; make one on each rank"
+        )
 
     # --- planning ---------------------------------------------------------------------------------
 

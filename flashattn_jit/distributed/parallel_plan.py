@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 
+from ..errors import InputError
 from ..ops.planning.batch_plan import Options
 from .costs import Way, foreign_rows, key_bytes
 from .needs import Pages, moved_tokens
@@ -25,6 +28,12 @@ class ParallelPlan:
         self._requests, self._shares = requests, shares
         self._pages, self._options = pages, options
         self._way, self._ways = way, ways
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a ParallelPlan is part of the ContextParallel that made it and cannot be copied or "
+            "pickled; keep the text of explain()"
+        )
 
     @property
     def num_ranks(self) -> int:

@@ -153,6 +153,18 @@ def one_wrong(mesh: DeviceMesh) -> None:
         assert torch.equal(parallel.run(q, k, v), parallel.run(q, k, v))
 
 
+def copied(mesh: DeviceMesh) -> None:
+    """Objects of a process group are not copied."""
+    import copy
+    import pickle
+
+    parallel = _made(mesh)
+    plan = parallel.plan(torch.tensor([0, TOKENS]))
+    for x in (parallel, plan):
+        for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+            assert "cannot be copied or pickled" in str(_error(lambda c=copies, x=x: c(x)))
+
+
 def threads(mesh: DeviceMesh) -> None:
     """Planned in one thread, run in another."""
     import threading
