@@ -169,7 +169,8 @@ def page_range(indices: _Array, page_indptr: _Array) -> tuple[int, int]:
 class BatchLengths:
     """The requests of a batch, read and checked: see csrc/scheduler/batch_plan.h, read_lengths.
 
-    Raises ValueError, which names the array and the request.
+    whole_q_len: where requests are parts of longer ones, the q_len of those, by which kinds and row
+    tiles are chosen. Raises ValueError, which names the array and the request.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class BatchLengths:
         storage: _Storage,
         q_offset: _Array | None = None,
         levels: Sequence[_Level] = (),
+        whole_q_len: _Array | None = None,
     ) -> None: ...
     @staticmethod
     def dense(
@@ -241,6 +243,8 @@ class Kind:
     def tile_kv(self) -> int: ...
     @property
     def min_chunk(self) -> int: ...
+    def rows_of_tile(self, span: int) -> int:
+        """Packed rows of each row tile, but the last one, of a request of `span` packed rows."""
 
 class PlanOptions:
     """What plans of one object have in common: see `PlanOptions` of csrc/scheduler/batch_plan.h.
@@ -271,6 +275,18 @@ class PlanOptions:
 _Mask = tuple[Sequence[int], Sequence[_Layout], Sequence[int | float], str, bool, bool]
 """Of a mask whose interval form estimates costs: addresses and layouts of its tensors, its scalars
 and their kinds, whether its keys are one run, whether it reads the request."""
+
+def row_tiles(
+    lengths: BatchLengths,
+    module: Module | None,
+    options: PlanOptions,
+    *,
+    tile_q: int,
+    tile_kv: int,
+    mask: _Mask | None = None,
+) -> bytes:
+    """Tiles of query rows with the keys that they visit: `RowTile` of csrc/scheduler/units.h,
+    40 bytes each. module: evaluates the mask. Raises ValueError."""
 
 class BatchPlan:
     """The distribution of a batch's work: see csrc/scheduler/batch_plan.h. Immutable.

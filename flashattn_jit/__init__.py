@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from .deploy.pack.unpack import unpack
     from .deploy.pack.wheel import pack_wheel
     from .deploy.warm.warm import warm
+    from .distributed.context_parallel import ContextParallel
+    from .distributed.parallel_plan import ParallelPlan
     from .inspect.cache import cache_info, last_kernel_source
     from .inspect.doctor.report import doctor
     from .ops.append import AppendPlan, append_paged_kv, plan_append
@@ -67,6 +69,8 @@ _LAZY = {
     "deploy.pack.unpack": ("unpack",),
     "deploy.pack.wheel": ("pack_wheel",),
     "deploy.warm.warm": ("warm",),
+    "distributed.context_parallel": ("ContextParallel",),
+    "distributed.parallel_plan": ("ParallelPlan",),
     "inspect.cache": ("cache_info", "last_kernel_source"),
     "inspect.doctor.report": ("doctor",),
     "ops.append": ("AppendPlan", "append_paged_kv", "plan_append"),
@@ -94,8 +98,10 @@ __all__ = [
     "BlockSparse",
     "CascadeAttention",
     "CascadeLevel",
+    "ContextParallel",
     "Limits",
     "Paged",
+    "ParallelPlan",
     "Plan",
     "Pointwise",
     "Ragged",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 __all__ = [
-    "AbiError", "CacheError", "CompileError", "EmulatorError", "EmulatorFault",
-    "FlashAttnJitError", "GradError", "InputError", "LaunchError", "ManifestError",
+    "AbiError", "CacheError", "CompileError", "DistributedError", "EmulatorError",
+    "EmulatorFault", "FlashAttnJitError", "GradError", "InputError", "LaunchError", "ManifestError",
     "MissingKernelError", "OutOfPages", "PackError", "ParamError", "SequenceError", "TargetError",
     "TraceError", "UnsafeCacheError", "VariantError", "VerificationError", "WarmError",
 ]  # fmt: skip
@@ -204,6 +204,10 @@ class EmulatorFault(_WithFields, EmulatorError):
 
 class GradError(FlashAttnJitError, RuntimeError):
     """An input requires grad while grad mode is on; this engine is inference only."""
+
+
+class DistributedError(FlashAttnJitError, RuntimeError):
+    """A rank of a process group failed, is gone, or was given something else than the others."""
 
 
 class TorchInputError(InputError, RuntimeError):

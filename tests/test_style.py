@@ -40,6 +40,7 @@ LAYERS = (
     ("ops.torch_ops",),
     ("ops",),  # the calls
     ("kv",),
+    ("distributed",),
     ("deploy",),
     ("inspect",),
     ("integrations",),

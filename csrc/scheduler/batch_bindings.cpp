@@ -62,8 +62,24 @@ StorageArrays read_storage(py::handle source) {
   return storage;
 }
 
+void read_whole(py::handle source, Lengths& lengths) {
+  const Array whole = read_array(source, "whole_q_len");
+  if (whole.data == nullptr) return;
+  if (whole.size != lengths.num_requests || lengths.num_groups > 0) {
+    throw py::value_error("whole_q_len must have an entry a request, without levels");
+  }
+  for (int64_t b = 0; b < whole.size; ++b) {
+    const int64_t rows = whole.at(b);
+    if (rows < lengths.q_len[static_cast<size_t>(b)]) {
+      throw py::value_error("whole_q_len[" + std::to_string(b) + "]=" + std::to_string(rows) +
+                            " is less than the q_len of its part");
+    }
+    lengths.whole_q_len.push_back(runtime::narrow(rows, "whole_q_len"));
+  }
+}
+
 std::shared_ptr<Lengths> make_lengths(py::handle q_indptr, py::handle storage, py::handle q_offset,
-                                      py::handle levels) {
+                                      py::handle levels, py::handle whole_q_len) {
   std::vector<LevelArrays> level_arrays;
   const Items level_items(levels, "levels");
   for (size_t i = 0; i < level_items.size(); ++i) {
@@ -72,9 +88,11 @@ std::shared_ptr<Lengths> make_lengths(py::handle q_indptr, py::handle storage, p
     level_arrays.push_back(
         {read_array(items[0], "q_indptr"), read_array(items[1], "tokens"), read_storage(items[2])});
   }
-  return std::make_shared<Lengths>(read_lengths(read_array(q_indptr, "q_indptr"),
-                                                read_storage(storage),
-                                                read_array(q_offset, "q_offset"), level_arrays));
+  auto lengths = std::make_shared<Lengths>(
+      read_lengths(read_array(q_indptr, "q_indptr"), read_storage(storage),
+                   read_array(q_offset, "q_offset"), level_arrays));
+  read_whole(whole_q_len, *lengths);
+  return lengths;
 }
 
 // Prefill and few-row; None if there is no such kind.
@@ -102,7 +120,10 @@ void bind_kind(py::module_& m) {
            py::arg("cached_keys") = 0.0)
       .def_readonly("tile_q", &Kind::tile_q)
       .def_readonly("tile_kv", &Kind::tile_kv)
-      .def_readonly("min_chunk", &Kind::min_chunk);
+      .def_readonly("min_chunk", &Kind::min_chunk)
+      .def(
+          "rows_of_tile", [](const Kind& self, int64_t span) { return rows_of_tile(span, self); },
+          py::arg("span"));
 }
 
 KeyLists read_lists(py::handle source) {
@@ -164,8 +185,10 @@ const KindPlan& kind_at(const BatchPlan& plan, int kind) {
 py::tuple count_kinds(const Lengths& lengths, int32_t group_size, int32_t few_rows,
                       int32_t q_block) {
   int64_t counts[2] = {0, 0}, most = 0;
-  for (const int32_t q_len : lengths.q_len) {
+  for (size_t e = 0; e < lengths.q_len.size(); ++e) {
+    int32_t q_len = lengths.q_len[e];
     if (q_len == 0) continue;
+    if (!lengths.whole_q_len.empty()) q_len = lengths.whole_q_len[e];
     ++counts[kind_of(q_len, q_block, group_size, few_rows)];
     most = std::max(most, int64_t{q_len} * group_size);
   }
@@ -202,7 +225,8 @@ void bind_lengths(py::module_& m) {
       py::arg("indices"), py::arg("page_indptr"));
   py::class_<Lengths, std::shared_ptr<Lengths>>(m, "BatchLengths")
       .def(py::init(&make_lengths), py::arg("q_indptr"), py::arg("storage"),
-           py::arg("q_offset") = py::none(), py::arg("levels") = py::make_tuple())
+           py::arg("q_offset") = py::none(), py::arg("levels") = py::make_tuple(),
+           py::arg("whole_q_len") = py::none())
       .def_static("dense", &make_dense_lengths, py::arg("num_requests"), py::arg("q_len"),
                   py::arg("kv_rows"), py::arg("kv_len") = py::none(), py::arg("q_offset") = 0)
       .def_readonly("num_requests", &Lengths::num_requests)
@@ -220,28 +244,51 @@ void bind_lengths(py::module_& m) {
            py::arg("q_block") = 0);
 }
 
-std::shared_ptr<BatchPlan> make_plan(const Lengths& lengths, const Kinds& both_kinds,
-                                     PlanOptions options, py::handle lists_source,
-                                     py::handle mask) {
-  Kind kinds[2];
-  read_kinds(both_kinds, kinds);
-  const KeyLists lists = read_lists(lists_source);
-  fajit_args args{};
-  args.abi_version = FAJIT_ABI_VERSION;
-  args.args_bytes = sizeof(args);
-  std::optional<runtime::Params> params;
-  options.classify = !mask.is_none();
-  if (options.classify) {
-    const Items items = exactly(mask, 6, "mask");
-    const runtime::ParamLayouts layouts(items[1], py::cast<std::string>(items[3]));
-    params.emplace(layouts, items[0], items[2]);
-    layouts.fill_counts(args);
-    params->fill(args);
+// The mask whose interval form estimates work: its params as `args`, and what `options` says of it.
+class Mask {
+ public:
+  Mask(py::handle source, PlanOptions& options) {
+    args_.abi_version = FAJIT_ABI_VERSION;
+    args_.args_bytes = sizeof(args_);
+    options.classify = !source.is_none();
+    if (!options.classify) return;
+    const Items items = exactly(source, 6, "mask");
+    layouts_.emplace(items[1], py::cast<std::string>(items[3]));
+    params_.emplace(*layouts_, items[0], items[2]);
+    layouts_->fill_counts(args_);
+    params_->fill(args_);
     options.mask_is_contiguous = py::cast<bool>(items[4]);
     options.mask_reads_request = py::cast<bool>(items[5]);
   }
+
+  const fajit_args& args() const { return args_; }
+
+ private:
+  fajit_args args_{};
+  std::optional<runtime::ParamLayouts> layouts_;
+  std::optional<runtime::Params> params_;
+};
+
+std::shared_ptr<BatchPlan> make_plan(const Lengths& lengths, const Kinds& both_kinds,
+                                     PlanOptions options, py::handle lists_source,
+                                     py::handle mask_source) {
+  Kind kinds[2];
+  read_kinds(both_kinds, kinds);
+  const KeyLists lists = read_lists(lists_source);
+  const Mask mask(mask_source, options);
   const py::gil_scoped_release no_gil;
-  return std::make_shared<BatchPlan>(plan_batch(lengths, lists, kinds, options, args));
+  return std::make_shared<BatchPlan>(plan_batch(lengths, lists, kinds, options, mask.args()));
+}
+
+py::bytes row_tiles(const Lengths& lengths, const std::shared_ptr<runtime::Module>& module,
+                    PlanOptions options, int32_t tile_q, int32_t tile_kv, py::handle mask_source) {
+  const Mask mask(mask_source, options);
+  std::vector<RowTile> tiles;
+  {
+    const py::gil_scoped_release no_gil;
+    tiles = make_row_tiles(lengths, module.get(), options, mask.args(), tile_q, tile_kv);
+  }
+  return to_bytes(tiles);
 }
 
 // Copies the bytes of a contiguous buffer as items of type T.
@@ -289,6 +336,8 @@ void bind_plan(py::module_& m) {
            py::arg("share_workers") = false, py::arg("batch_invariant") = false,
            py::arg("split_keys") = std::array<int32_t, 2>{0, 0}, py::arg("merge_ns") = 0.0,
            py::arg("limits") = py::none(), py::arg("num_levels") = 0, py::arg("row_block") = 0);
+  m.def("row_tiles", &row_tiles, py::arg("lengths"), py::arg("module"), py::arg("options"),
+        py::kw_only(), py::arg("tile_q"), py::arg("tile_kv"), py::arg("mask") = py::none());
   const auto of_kind = [](auto member) {
     return [member](const BatchPlan& self, int kind) { return kind_at(self, kind).*member; };
   };

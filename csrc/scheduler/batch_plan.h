@@ -70,7 +70,10 @@ struct Lengths {
   std::vector<int32_t> q_len, kv_len, q_row0, kv_row0, q_offset, q_token0, kv_token0, kv_first;
   std::vector<int32_t> page_indptr;  // paged: one more entry, into the level's page_indices[:end]
   std::vector<int32_t> row_request, row_token;  // with groups; see fajit_args
-  int32_t max_q_len = 0, max_kv_len = 0;        // of the requests, without groups
+  // Where requests are parts of longer ones: the q_len of the whole one, by which kind and row
+  // tiles are chosen, so that the tiles of parts are tiles of the whole one. Else empty.
+  std::vector<int32_t> whole_q_len;
+  int32_t max_q_len = 0, max_kv_len = 0;  // of the requests, without groups
 
   // Sets the pointers of an argument block to the per-request arrays.
   void fill(fajit_args& args) const {

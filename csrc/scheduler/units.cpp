@@ -14,6 +14,11 @@ namespace {
 // than it gains.
 constexpr int32_t kHullsARequest = 32;
 
+// Tiles of a mask without contiguous rows that may have 64 cells each; more tiles have fewer cells.
+// MaskExtents divides the cells of a plan among the tiles that it is told of, 64 to each of 128.
+constexpr int64_t kTilesOfManyCells = 1024;
+constexpr int64_t kToldOfManyCells = 128;
+
 class UnitMaker {
  public:
   UnitMaker(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
@@ -32,8 +37,9 @@ class UnitMaker {
       make_listed();
     } else {
       const bool blocks = options_.row_block > 0;
+      const bool parts = !lengths_.whole_q_len.empty();
       for (int32_t e = 0; e < entities; ++e) {
-        if (blocks && q_len(e) > options_.row_block) make_tiles(e);
+        if (parts || (blocks && q_len(e) > options_.row_block)) make_tiles(e);
         else make_ranged(e);
       }
     }
@@ -42,6 +48,13 @@ class UnitMaker {
 
  private:
   int32_t q_len(int32_t entity) const { return lengths_.q_len[static_cast<size_t>(entity)]; }
+
+  // That of the request which the entity is a part of, or its own.
+  int32_t whole_len(int32_t entity) const {
+    const auto& whole = lengths_.whole_q_len;
+    return static_cast<size_t>(entity) < whole.size() ? whole[static_cast<size_t>(entity)]
+                                                      : q_len(entity);
+  }
 
   const runtime::Module* mask_module() const {
     if (!options_.classify || lists_.q_block > 0) return nullptr;
@@ -58,11 +71,11 @@ class UnitMaker {
     int32_t before = 0, tiles = 0;
     for (int32_t e = 0; e < lengths_.num_requests + lengths_.num_groups; ++e) {
       if (q_len(e) == 0) continue;
-      if (q_len(e) == before) {
+      if (q_len(e) == before && lengths_.whole_q_len.empty()) {
         num_tiles_ += tiles;
         continue;
       }
-      const int kind = kind_of(q_len(e), lists_.q_block, group_size_, options_.few_rows);
+      const int kind = kind_of(whole_len(e), lists_.q_block, group_size_, options_.few_rows);
       // Packed rows, rounded up to a whole tile or granule, are counted in 32 bits.
       const int32_t rounding = std::max(kinds_[kind].tile_q, kinds_[kind].row_granule);
       if (int64_t{q_len(e)} * group_size_ + rounding > std::numeric_limits<int32_t>::max()) {
@@ -80,16 +93,11 @@ class UnitMaker {
     return num_tiles_;
   }
 
-  // Appends units of packed rows [begin, end), in nearly equal shares, which waste less than full
-  // tiles and a tail.
-  void add_rows(Unit unit, int32_t begin, int32_t end) {
+  // Appends units of packed rows [begin, end), in nearly equal shares of `span` rows (by default of
+  // these).
+  void add_rows(Unit unit, int32_t begin, int32_t end, int64_t span = 0) {
     const Kind& kind = kinds_[unit.kind];
-    const int32_t span = end - begin;
-    int32_t share = span;
-    if (span > kind.tile_q) {
-      share = std::min(kind.tile_q,
-                       round_up(ceil_div(span, ceil_div(span, kind.tile_q)), kind.row_granule));
-    }
+    const int32_t share = rows_of_tile(span > 0 ? span : end - begin, kind);
     const double full_ns = key_ns(kind, share);
     for (int32_t row = begin; row < end; row += share) {
       unit.row_begin = row;
@@ -137,12 +145,13 @@ class UnitMaker {
     Unit unit{};
     unit.entity = entity;
     unit.head = -1;
-    unit.kind = static_cast<int8_t>(kind_of(queries_len, 0, group_size_, options_.few_rows));
+    unit.kind = static_cast<int8_t>(kind_of(whole_len(entity), 0, group_size_, options_.few_rows));
+    const int64_t whole = options_.row_block > 0 ? 0 : int64_t{whole_len(entity)} * group_size_;
     const size_t first = units_.size();
     for (int64_t row = 0; row < queries_len; row += block) {
       const int64_t next = std::min<int64_t>(row + block, queries_len);
       add_rows(unit, static_cast<int32_t>(row) * group_size_,
-               static_cast<int32_t>(next) * group_size_);
+               static_cast<int32_t>(next) * group_size_, whole);
     }
     const int32_t tile_kv = kinds_[unit.kind].tile_kv;
     const int64_t span = int64_t{std::max(tile_kv, queries_len / kHullsARequest)} * group_size_;
@@ -286,9 +295,48 @@ int kind_of(int32_t q_len, int32_t q_block, int32_t group_size, int32_t few_rows
   return rows * group_size <= few_rows ? 1 : 0;
 }
 
+int32_t rows_of_tile(int64_t span, const Kind& kind) {
+  if (span <= kind.tile_q) return static_cast<int32_t>(span);
+  return std::min(kind.tile_q,
+                  round_up(ceil_div(span, ceil_div(span, kind.tile_q)), kind.row_granule));
+}
+
 std::vector<Unit> make_units(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
                              const PlanOptions& options, const fajit_args& mask_args) {
   return UnitMaker(lengths, lists, kinds, options, mask_args).make();
+}
+
+std::vector<RowTile> make_row_tiles(const Lengths& lengths, const runtime::Module* module,
+                                    const PlanOptions& options, const fajit_args& mask_args,
+                                    int32_t tile_q, int32_t tile_kv) {
+  if (tile_q < 1 || tile_kv < 1) fail("tile_q and tile_kv of row tiles must be positive");
+  if (lengths.num_groups > 0) fail("row tiles have no levels of shared keys");
+  fajit_args args = mask_args;
+  args.num_requests = lengths.num_requests;
+  args.num_q_heads = options.num_q_heads;
+  args.num_kv_heads = options.num_kv_heads;
+  args.head_dim_v = options.head_dim_v;
+  lengths.fill(args);
+  int64_t count = 0;
+  for (const int32_t rows : lengths.q_len) count += ceil_div(rows, tile_q);
+  const int64_t told = std::max<int64_t>(count / kTilesOfManyCells * kToldOfManyCells - 1, 0);
+  MaskExtents extents(options.classify ? module : nullptr, args, options, told);
+  std::vector<RowTile> tiles;
+  tiles.reserve(static_cast<size_t>(count));
+  for (int32_t b = 0; b < lengths.num_requests; ++b) {
+    const size_t at = static_cast<size_t>(b);
+    const int32_t rows = lengths.q_len[at], offset = lengths.q_offset[at];
+    for (int32_t row = 0; row < rows; row += tile_q) {
+      const int32_t end = static_cast<int32_t>(std::min<int64_t>(int64_t{row} + tile_q, rows));
+      const Extent e =
+          extents.of(b, offset + row, offset + end - 1, 0, lengths.kv_len[at], tile_kv);
+      const int64_t visited = e.empty() ? 0 : e.visited(e.begin, e.end);
+      tiles.push_back(
+          {b, row, end, e.begin, e.end, e.base, e.cell, static_cast<int32_t>(visited), e.cells});
+      if (end == rows) break;
+    }
+  }
+  return tiles;
 }
 
 }  // namespace fajit::scheduler

@@ -1,5 +1,5 @@
 // Units of work: row tiles of requests and groups, with all their keys, and their costs. balance.h
-// cuts them.
+// cuts them. Row tiles without costs, which are dealt out to ranks of several machines.
 #pragma once
 
 #include <cstdint>
@@ -33,5 +33,27 @@ std::vector<Unit> make_units(const Lengths& lengths, const KeyLists& lists, cons
 // The kind of a request or group: 1 (few-row) for few rows, else 0 (prefill); see
 // PlanOptions::few_rows.
 int kind_of(int32_t q_len, int32_t q_block, int32_t group_size, int32_t few_rows);
+
+// Packed rows of each tile, but the last one, of a request or block of `span` packed rows: nearly
+// equal shares, which waste less than full tiles and a tail.
+int32_t rows_of_tile(int64_t span, const Kind& kind);
+
+// Query rows [row_begin, row_end) of a request, and the keys of their `Extent` (extents.h). Results
+// depend on the lengths and the mask alone, not on the machine that computes them.
+struct RowTile {
+  int32_t request, row_begin, row_end;
+  int32_t kv_begin, kv_end;
+  int32_t base, cell;
+  int32_t visited;  // keys
+  uint64_t cells;
+};
+static_assert(sizeof(RowTile) == 40, "read by numpy");
+
+// Tiles of at most `tile_q` rows of each request, in order. `module`: evaluates the mask where
+// options.classify is set; a tile is of all heads of the options. Throws std::invalid_argument
+// unless the tiles are positive and the lengths without groups.
+std::vector<RowTile> make_row_tiles(const Lengths& lengths, const runtime::Module* module,
+                                    const PlanOptions& options, const fajit_args& mask_args,
+                                    int32_t tile_q, int32_t tile_kv);
 
 }  // namespace fajit::scheduler

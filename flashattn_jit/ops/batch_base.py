@@ -400,10 +400,12 @@ class BatchBase:
         q_offset: Offset,
         params: Params,
         over: OverFormats | None = None,
+        whole_q_len: Array | None = None,
     ) -> Planned:
         """A plan that is not in force yet. Levels whose keys are elsewhere count in positions.
 
-        over: the object's own formats by default.
+        over: the object's own formats by default. whole_q_len: where requests are parts of longer
+        ones, see `_C.BatchLengths`.
         """
         over = self._over(self._formats) if over is None else over
         options = over.kernels.options
@@ -415,13 +417,11 @@ class BatchBase:
                 stored.native,
                 offset,
                 tuple((x.q_indptr, x.tokens, x.stored.native) for x in levels),
+                whole_q_len,
             )
         except ValueError as error:
             raise InputError(str(error)) from None
-        dims = Dims(
-            lengths.num_requests, options.num_q_heads, options.num_kv_heads, lengths.max_q_len,
-            lengths.max_kv_len, options.head_dim, options.head_dim_v, options.device,
-        )  # fmt: skip
+        dims = self._dims(lengths)
         variant, lists = over.variant, None
         bits: dict[str, Any] = {}
         if sparsity is not None:
@@ -453,6 +453,14 @@ class BatchBase:
         return Planned(
             batch, variant, given, first, unaligned, self._state, self._workspace, over.observed
         )
+
+    def _dims(self, lengths: _C.BatchLengths) -> Dims:
+        """The sizes that the variant's params have."""
+        options = self._kernels.options
+        return Dims(
+            lengths.num_requests, options.num_q_heads, options.num_kv_heads, lengths.max_q_len,
+            lengths.max_kv_len, options.head_dim, options.head_dim_v, options.device,
+        )  # fmt: skip
 
     def _one_before(self) -> Planned | None:
         """The plan in force of an object with a CUDA graph, whose plans have one storage."""

@@ -470,6 +470,23 @@ def test_workers_with_another_cache_send_their_entries(tmp_path: Path) -> None:
     assert [r.layer for r in again.results] == ["user", "user"]
 
 
+def test_a_dask_cluster_serves(tmp_path: Path) -> None:
+    """Two workers with a cache each; one cache comes back."""
+    dask = pytest.importorskip("distributed", reason="Dask is not installed")
+    with (
+        dask.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        dask.Client(cluster) as client,
+    ):
+        for number, address in enumerate(client.scheduler_info()["workers"]):
+            client.run(_elsewhere, str(tmp_path / f"worker{number}"), workers=[address])
+        report = warm("Causal", **HERE, executor=client.get_executor(), progress=False)
+    assert [r.built for r in report.results] == [True, True]
+    here = Store(tmp_path / "cache")
+    assert {e.key for e in here.entries()} == {r.key for r in report.results}
+    there = [e.key for n in range(2) for e in Store(tmp_path / f"worker{n}").entries()]
+    assert sorted(there) == sorted(r.key for r in report.results), "each was built once"
+
+
 class Canned(Executor):
     """An executor whose results are those of `answer`, without any worker."""
 

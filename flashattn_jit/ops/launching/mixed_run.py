@@ -69,13 +69,13 @@ class MixedPlanned:
         return_lse = return_lse or lse is not None
         checks.check_lse(return_lse, self.pointwise)
         scale = checks.check_scale(scale, self.parts[-1].batch.options.head_dim)
-        states = _States(self.parts[-1], len(self.parts), q)
+        states = States(self.parts[-1], len(self.parts), q)
         for i, (part, (keys, values)) in enumerate(zip(self.parts, pairs, strict=True)):
             of_part = None if self.pointwise else states.lses[i]
             own = level_params(params, self._levels(i))
             part.run(q, keys, values, own, scale, False, True, states.outs[i], of_part)
         params = level_params(params, self._levels(-1))
-        return self._finish(q, pairs, params, scale, return_lse, partial, out, lse, states)
+        return self.finish(q, pairs, params, scale, return_lse, partial, out, lse, states)
 
     def check_transforms(self, params: Params) -> None:
         """As `Planned.check_transforms`."""
@@ -153,7 +153,7 @@ class MixedPlanned:
         self._finishes[id(variation)] = made
         return made
 
-    def _finish(
+    def finish(
         self,
         q: torch.Tensor,
         pairs: Pairs,
@@ -163,8 +163,9 @@ class MixedPlanned:
         partial: bool,
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
-        states: _States,
+        states: States,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse) of the parts' states, merged in order and finalised."""
         last, (k, v) = self.parts[-1], pairs[-1]
         batch = last.batch
         bound = bind(self.variant, batch.dims, {**last.params, **params})
@@ -197,7 +198,7 @@ class MixedPlanned:
         return (result if out is None or out is written else out.copy_(result)), rows
 
 
-class _States:
+class States:
     """Memory of the parts' states, as a merge reads it: outs [parts, rows], then lses."""
 
     def __init__(self, part: Planned, count: int, q: torch.Tensor) -> None:

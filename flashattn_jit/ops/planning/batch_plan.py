@@ -510,11 +510,7 @@ def vary(
     classify = mask is not None and lists is None and _can_be_costed(batch, known, tensors)
     costed = None
     if classify:
-        addresses, layouts, _held = bind_tensors(known, tensors)
-        costed = (
-            addresses, layouts, scalars, known.scalar_kinds, known.mask_is_contiguous,
-            known.mask_reads_request,
-        )  # fmt: skip
+        costed, _held = costed_mask(known, tensors, scalars)
     row_block = 0 if blocks is None else blocks.q_block
     try:
         native = _C.BatchPlan(
@@ -544,6 +540,18 @@ def vary(
         tuple((slot, scalars[slot]) for slot in kept[1]),
         batch.keys.page_indices, lists.key_blocks if lists else None, classify,
     )  # fmt: skip
+
+
+def costed_mask(
+    known: Structure, tensors: Sequence[torch.Tensor], scalars: Sequence[int | float]
+) -> tuple[Any, object]:
+    """A mask as `_C.BatchPlan` and `_C.row_tiles` take it; and the owners of its memory."""
+    addresses, layouts, held = bind_tensors(known, tensors)
+    mask = (
+        addresses, layouts, scalars, known.scalar_kinds, known.mask_is_contiguous,
+        known.mask_reads_request,
+    )  # fmt: skip
+    return mask, held
 
 
 def _can_be_costed(batch: Batch, known: Structure, tensors: Sequence[torch.Tensor]) -> bool:

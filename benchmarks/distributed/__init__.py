@@ -1,0 +1,1 @@
+"""`python -m benchmarks.distributed`: one batch over several ranks."""

@@ -1,0 +1,131 @@
+"""Query rows and the keys that they need come together at one rank, which computes them.
+
+Rows that need only what the rank holds are computed while the other rows and keys are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..ops.batch_base import Params
+from .dealt_batch import DealtBatch, Whole, runs_of
+from .group import Ranks
+from .needs import Pages, cut, key_moves, query_moves, rows_without_others
+from .routes import Route, Rows, begin_moves, rows_at
+from .shares import Ints, Requests, Shares, ranges
+
+_LEAST_SHARE = 0.1
+"""The part of a rank's rows from which on rows are computed ahead of the others' arrival."""
+
+
+class Stage(NamedTuple):
+    """Rows of the own buffer, and their plan."""
+
+    batch: DealtBatch
+    rows: Rows
+
+
+class Together(NamedTuple):
+    """A plan of keys. early: rows that need nothing of others. late: rows that do."""
+
+    early: Stage | None
+    late: Stage | None
+    queries: Route
+    keys: Route
+    page_size: int
+
+    @property
+    def overlap(self) -> float:
+        """The part of the own rows that are computed while rows and keys are on their way."""
+        rows = self.queries.moves.num_rows
+        late = 0 if self.late is None else self.late.batch.num_rows
+        return 1 - late / rows if rows else 0.0
+
+    def run(
+        self, ranks: Ranks, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any,
+        return_lse: bool, params: Mapping[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """(out, lse) of the rows that the rank holds; lse is None unless requested."""
+        own_q, own_k, own_v = (
+            x.new_empty((route.moves.num_rows, *x.shape[1:]))
+            for x, route in ((q, self.queries), (k, self.keys), (v, self.keys))
+        )
+        own_v[-self.page_size :].zero_()  # the empty page
+        moving = begin_moves(
+            ranks, [(q, own_q, self.queries), (k, own_k, self.keys), (v, own_v, self.keys)]
+        )
+        own_out = q.new_empty((*own_q.shape[:2], v.shape[2]))
+        own_lse = q.new_empty(own_q.shape[:2], dtype=torch.float32) if return_lse else None
+        keys, values = (x.unflatten(0, (-1, self.page_size)) for x in (own_k, own_v))
+        error: Exception | None = None
+
+        def compute(stage: Stage | None) -> Exception | None:
+            if stage is None:
+                return None
+            try:
+                found: Any = stage.batch.run(
+                    own_q[stage.rows], keys, values, scale=scale, return_lse=return_lse, **params
+                )
+            except Exception as raised:  # the other ranks wait for these rows
+                return raised
+            if own_lse is not None:
+                own_out[stage.rows], own_lse[stage.rows] = found
+            else:
+                own_out[stage.rows] = found
+            return None
+
+        error = compute(self.early)
+        moving.wait()
+        error = error or compute(self.late)
+        ranks.agree_on("run()", error)
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        home = self.queries.reversed()
+        back = [(own_out, out, home)]
+        if own_lse is not None and lse is not None:
+            back.append((own_lse, lse, home))
+        begin_moves(ranks, back).wait()
+        return out, lse
+
+
+def plan_together(
+    made: Callable[[Ints], DealtBatch], tiles: NDArray[Any], whole: Whole, requests: Requests,
+    shares: Shares, pages: Pages, ranks: Ranks, params: Params, overlap: bool,
+) -> Together:  # fmt: skip
+    """Plan the own part. made: an object without a plan, for rows of these requests.
+
+    overlap: rows may be computed in two stages.
+    """
+    rank = ranks.rank
+    begin, end = shares.of(rank)
+    place = np.cumsum(end - begin) - (end - begin)
+    is_early = np.zeros(int((end - begin).sum()), bool)
+    if overlap and ranks.size > 1:
+        low, high = rows_without_others(tiles, requests, shares, pages, rank)
+        at = np.searchsorted(begin, low, "right") - 1
+        first = place[at] + low - begin[at]
+        is_early[ranges(first, first + high - low)] = True
+        if np.count_nonzero(is_early) < _LEAST_SHARE * len(is_early):
+            is_early[:] = False
+
+    def stage(which: NDArray[np.bool_], held_only: bool) -> Stage | None:
+        edges = np.flatnonzero(np.diff(np.pad(which, 1).astype(np.int8)))
+        if not len(edges):
+            return None
+        _, low, high = cut(edges[::2], edges[1::2], np.append(place, len(which)))
+        of = np.searchsorted(place, low, "right") - 1
+        runs = runs_of(requests, low - place[of] + begin[of], high - place[of] + begin[of])
+        batch = made(runs[0])
+        batch.plan_rows(whole, requests, runs, pages, rank, params, held_only)
+        return Stage(batch, rows_at(edges[::2], edges[1::2], ranks.device))
+
+    return Together(
+        stage(is_early, True), stage(~is_early, False),
+        Route(query_moves(shares, requests, rank), ranks),
+        Route(key_moves(pages, requests, rank), ranks), pages.page_size,
+    )  # fmt: skip
