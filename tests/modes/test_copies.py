@@ -123,6 +123,7 @@ VALUES: dict[str, Any] = {
     "softmax": fa.Softmax(sink=INDPTR),
     "pointwise": fa.Pointwise(torch.sigmoid),
     "cpp": fa.cpp("score + 1"),
+    "latent": fa.absorb_mla(torch.randn(20, 4), 2, 4, 6),
     "scaling": fa.LinearScaling(4.0),
     "doctor": fa.doctor(),
     "cache": fa.cache_info(),
