@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashattn_jit.errors import GradError
 from flashattn_jit.integrations import transformers as integration
 from tests.ops.batches.test_latent import MODELS, RANK, ROPE, model_of
 
@@ -56,13 +57,53 @@ def test_other_implementations_expand_as_before() -> None:
     assert torch.equal(ours(PROMPT).logits, expected)
 
 
-def test_weights_that_change_are_read_again() -> None:
+@pytest.mark.parametrize("how", ["replaced", "swapped", "in place"])
+def test_weights_that_change_are_read_again(how: str) -> None:
     eager, ours = pair("v3")
     ours.generate(PROMPT, max_new_tokens=2, pad_token_id=0)
     for model in (eager, ours):
         for layer in model.model.layers:
             weight = layer.self_attn.kv_b_proj.weight
-            layer.self_attn.kv_b_proj.weight = torch.nn.Parameter(weight.detach() * -0.7)
+            if how == "replaced":
+                layer.self_attn.kv_b_proj.weight = torch.nn.Parameter(weight.detach() * -0.7)
+            elif how == "swapped":
+                weight.data = weight.data * -0.7
+            else:
+                weight.data.mul_(-0.7)
+    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(PROMPT, **given), eager.generate(PROMPT, **given))
+
+
+def test_other_dtypes_and_autocast() -> None:
+    eager, ours = pair("v3")
+    given = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    ours.generate(PROMPT, **given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours.generate(PROMPT, **given).shape == (2, 15)
+    assert torch.equal(
+        ours.to(torch.float64).to(torch.float32).generate(PROMPT, **given),
+        eager.generate(PROMPT, **given),
+    )
+    assert ours.to(torch.bfloat16).generate(PROMPT, **given).shape == (2, 15)
+
+
+def test_gradients_are_not_lost() -> None:
+    _, ours = pair("v3")
+    for name, parameter in ours.named_parameters():
+        parameter.requires_grad_("kv_b_proj" in name)
+    with torch.no_grad():
+        past = ours(PROMPT, use_cache=True).past_key_values
+    with pytest.raises(GradError, match="requires grad"):
+        ours(PROMPT[:, :1], past_key_values=past, use_cache=True)
+
+
+def test_calls_that_are_replaced_expand() -> None:
+    eager, ours = pair("v3")
+    ours.generate(PROMPT, max_new_tokens=2, pad_token_id=0)
+    for model in (eager, ours):
+        for layer in model.model.layers:
+            linear = layer.self_attn.kv_b_proj
+            linear.forward = lambda x, own=linear.forward: own(x) * -0.5
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(ours.generate(PROMPT, **given), eager.generate(PROMPT, **given))
 
