@@ -20,6 +20,10 @@ from .spec import DTYPE_BYTES, KernelSpec
 from .targets import architecture
 
 WARP = 32
+MOST_NARROW = 256
+"""The largest padded head dim of tiles whose warps hold whole rows of the output; that of others is
+`prefill_wide`."""
+
 MAX_REGISTERS = 255
 """Most registers per thread, on every target."""
 
@@ -254,7 +258,7 @@ def accumulator_registers(spec: KernelSpec) -> int:
     if spec.tile_kind == "prefill_wgmma":  # scores, the weights of the tile before, the output
         return spec.tile_kv // 2 + spec.tile_kv // 4 + spec.head_dim_v // 2
     if spec.tile_kind == "prefill_wide":  # half of the keys, half of the dims
-        return spec.tile_kv // 4 + (dv - dv // 128 * 64) // 2
+        return spec.tile_kv // 4 + _up(dv // 2, 16) // 2
     row_blocks = spec.tile_q // (16 * spec.num_warps)
     return row_blocks * (dv + spec.tile_kv) // 2
 

@@ -24,6 +24,7 @@ from ..variants.ir.document import (
     variant_from_document,
 )
 from ..variants.ir.ir import ROW_HOOKS, Node, VariantIR, canonical_json
+from .budget import MOST_NARROW, fits, padded
 from .spec import (
     CODE_DTYPES,
     FEATURES,
@@ -40,7 +41,14 @@ from .spec import (
     cuda_dtypes,
     name_of,
 )
-from .targets import CODE_TARGETS, CPU_TARGETS, CUDA_TARGETS, SPECIFIC_TARGETS, is_cuda
+from .targets import (
+    CODE_TARGETS,
+    CPU_TARGETS,
+    CUDA_TARGETS,
+    SPECIFIC_TARGETS,
+    called_target,
+    is_cuda,
+)
 
 MAX_DOCUMENT = 4 << 20
 """Characters of a document. Those of large variants have some ten thousand."""
@@ -225,7 +233,24 @@ def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
     )  # fmt: skip
     if tile_kind == "append":
         _check_append(spec)
+    else:
+        _check_head_dims(spec)
     return spec
+
+
+def _check_head_dims(spec: KernelSpec) -> None:
+    """Raises ManifestError for a tile or a feature that these head dims do not have."""
+    wide = max(padded(spec.head_dim), padded(spec.head_dim_v)) > MOST_NARROW
+    if is_cuda(spec.target):
+        if wide != (spec.tile_kind == "prefill_wide"):
+            raise fail("tile", f"prefill_wide is the kind of head dims above {MOST_NARROW}")
+        if wide and not fits(spec):
+            raise fail("tile", "it does not fit the target's shared memory")
+    if "values_in_keys" in spec.features:
+        hooks = {hook for hook, _ in (*spec.variant.hooks, *spec.variant.cpp)}
+        changed = spec.has_codes or not hooks.isdisjoint({"key_mod", "value_mod"})
+        if not wide or changed or spec.head_dim_v > spec.head_dim or spec.k_dtype != spec.v_dtype:
+            raise fail("features", "values_in_keys is of wide rows that are read as they are")
 
 
 def _check_append(spec: KernelSpec) -> None:
@@ -283,6 +308,7 @@ def _check_tile(
         or tile_kv not in (16, 32)
         or tile_q != 8 * warps  # type: ignore[operator]
         or stages not in (1, 2)
+        or called_target(target) == "sm_75"
     ):
         raise fail("tile", f"{kind} has 32 or 64 rows, 16 or 32 keys, a warp for 8 rows, on CUDA")
     if cuda and kind == "few_row" and tile_kv % (16 * warps):  # type: ignore[operator]

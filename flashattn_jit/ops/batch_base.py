@@ -115,6 +115,8 @@ class BatchBase:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         head_dim_v = checks.check_int("head_dim_v", head_dim_v, -_MOST, _MOST)
         checks.check_head_dims(head_dim, head_dim, head_dim_v)
+        if not isinstance(v_in_k, bool):
+            raise InputError(f"v_in_k={v_in_k!r:.60} must be True or False")
         if v_in_k:
             check_values_in_keys(head_dim, head_dim_v, self._formats)
         decodings(self._formats, head_dim, head_dim_v)  # raises before anything is resolved

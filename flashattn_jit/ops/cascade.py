@@ -168,6 +168,8 @@ class CascadeAttention(BatchBase):
         """
         if self._kernels.options.v_in_k:
             if isinstance(k, Sequence):
+                if not all(isinstance(x, torch.Tensor | Stored) for x in k):
+                    raise InputError("with v_in_k pass k, or a list of one k a level, without v")
                 k, v = [self._values(x, v, scale) for x in k], None  # type: ignore[arg-type, misc]
             else:
                 k, v = self._values(k, v, scale)

@@ -19,6 +19,7 @@ from ..formats import Codes, Stored
 from ..variants.ir.dtypes import row_dim
 from ..variants.variant import Variant
 from .append import append_paged_kv
+from .arguments.checks import check_int
 from .keys.columns import columns
 from .keys.paged import Paged
 
@@ -48,11 +49,8 @@ class AbsorbedMLA:
             InputError: a shape is wrong.
         """
         _check("q_nope", q_nope, self.to_keys.shape[:2])
-        if q_rope.shape[:-1] != q_nope.shape[:-1]:
-            raise InputError(
-                f"q_rope {list(q_rope.shape)} and q_nope {list(q_nope.shape)} differ before "
-                "their last dim"
-            )
+        if not isinstance(q_rope, Tensor) or q_rope.shape[:-1] != q_nope.shape[:-1]:
+            raise _unlike("q_rope", q_rope, "q_nope", q_nope)
         latent = torch.einsum("...hn,hnr->...hr", q_nope, self.to_keys)
         return torch.cat([latent, q_rope], -1)
 
@@ -75,11 +73,8 @@ class AbsorbedMLA:
             InputError: a shape is wrong.
         """
         _check("latent", latent, self.to_keys.shape[2:])
-        if k_rope.shape[:-1] != latent.shape[:-1]:
-            raise InputError(
-                f"k_rope {list(k_rope.shape)} and latent {list(latent.shape)} differ before their "
-                "last dim"
-            )
+        if not isinstance(k_rope, Tensor) or k_rope.shape[:-1] != latent.shape[:-1]:
+            raise _unlike("k_rope", k_rope, "latent", latent)
         nope = torch.einsum("...r,hnr->...hn", latent, self.to_keys)
         rope = k_rope.unsqueeze(-2).expand(*nope.shape[:-1], -1)
         return torch.cat([nope, rope], -1), torch.einsum("...r,hvr->...hv", latent, self.to_values)
@@ -129,12 +124,15 @@ def absorb_mla(kv_b_weight: Tensor, num_q_heads: int, nope_dim: int, v_dim: int)
         ...                           head_dim_v=512, v_in_k=True, q_dtype=torch.bfloat16)
         >>> out = w.output(batch.run(w.query(q_nope, q_rope), pages, scale=192**-0.5))
     """
+    sizes = {"num_q_heads": num_q_heads, "nope_dim": nope_dim, "v_dim": v_dim}
+    num_q_heads, nope_dim, v_dim = (check_int(name, x, 1) for name, x in sizes.items())
     rows = num_q_heads * (nope_dim + v_dim)
-    if not isinstance(kv_b_weight, Tensor) or kv_b_weight.dim() != 2 or len(kv_b_weight) != rows:
+    floating = isinstance(kv_b_weight, Tensor) and kv_b_weight.is_floating_point()
+    if not floating or kv_b_weight.dim() != 2 or len(kv_b_weight) != rows:
         shape = list(getattr(kv_b_weight, "shape", ()))
         raise InputError(
-            f"kv_b_weight must be [num_q_heads * (nope_dim + v_dim), rank] = [{rows}, rank], got "
-            f"{shape}"
+            "kv_b_weight must be floating [num_q_heads * (nope_dim + v_dim), rank] = "
+            f"[{rows}, rank], got {shape}"
         )
     heads = kv_b_weight.view(num_q_heads, nope_dim + v_dim, -1)
     return AbsorbedMLA(heads[:, :nope_dim], heads[:, nope_dim:])
@@ -172,7 +170,7 @@ def append_paged_latent(
         >>> fa.append_paged_latent(latent, k_rope, pages, q_indptr, paged)
     """
     for name, rows in (("latent", latent), ("k_rope", k_rope)):
-        if not isinstance(rows, Tensor) or rows.dim() != 2:
+        if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.shape[1]:
             raise InputError(f"{name} must be a tensor [num_tokens, its width]")
     rank, rope = latent.shape[1], k_rope.shape[1]
     if isinstance(pages, Stored) and pages.group is None and pages.has_own_scales:
@@ -193,7 +191,14 @@ def append_paged_latent(
     )  # fmt: skip
 
 
-def _check(name: str, tensor: Tensor, last: tuple[int, ...] | torch.Size) -> None:
+def _check(name: str, tensor: object, last: tuple[int, ...] | torch.Size) -> None:
     if not isinstance(tensor, Tensor) or tuple(tensor.shape[-len(last) :]) != tuple(last):
         shape = list(getattr(tensor, "shape", ()))
         raise InputError(f"{name} must be [..., {', '.join(map(str, last))}], got {shape}")
+
+
+def _unlike(name: str, tensor: object, other_name: str, other: Tensor) -> InputError:
+    shape = list(getattr(tensor, "shape", ()))
+    return InputError(
+        f"{name} {shape} and {other_name} {list(other.shape)} differ before their last dim"
+    )

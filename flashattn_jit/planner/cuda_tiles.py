@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..codegen.budget import (
     MAX_WARPS,
+    MOST_NARROW,
     SPILL_BYTES,
     WARP,
     WGMMA_SPILL_BYTES,
@@ -24,6 +25,7 @@ from ..codegen.budget import (
     loaded_bytes,
     padded,
     register_budget,
+    row_temps,
     shared_bytes,
     warpgroup_registers,
 )
@@ -109,12 +111,10 @@ _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
 _FEW_ROW_CODES = (Tile(16, 128, 4), *_FEW_ROW)
 """Twice the keys, in as many bytes: a turn's walk and look-ups serve more of them."""
 
-MOST_NARROW = 256
-"""The largest padded head dim of tiles whose warps hold whole rows of the output."""
-
 _WIDE = tuple(Tile(q, kv, q // 8) for q in (64, 32) for kv in (32, 16))
 """Tiles of larger head dims. A multiprocessor of 163 KiB or more has room for 64 rows of 576 dims
-and two tiles of 32 keys whose values are their first columns, one of 99 KiB for one of 16 keys."""
+and two tiles of 32 keys whose values are their first columns, one of 99 KiB for one of 16 keys; or
+for 32 rows and one of 32 keys."""
 
 _WGMMA: tuple[tuple[int, tuple[Tile, ...]], ...] = (
     (64, (*(Tile(128, n, 12) for n in (192, 128, 64)), Tile(64, 128, 8), Tile(64, 64, 8))),
@@ -161,6 +161,16 @@ def against_wgmma(spec: KernelSpec, tma: bool = True) -> str:
     return ""
 
 
+def shares_rows(spec: KernelSpec) -> bool:
+    """Whether a kernel of any target reads rows once that are keys and values: `values_in_keys`.
+
+    Rows up to `MOST_NARROW` are read again from a cache, and tiles of them have buffers for both.
+    Codes and rows that key_mod or value_mod changes differ between keys and values.
+    """
+    changed = spec.has_codes or spec.variant.has("key_mod") or spec.variant.has("value_mod")
+    return max(padded(spec.head_dim), padded(spec.head_dim_v)) > MOST_NARROW and not changed
+
+
 def has_tiles(head_dims: tuple[int, int], target: str) -> bool:
     """Whether a target, of any kind, has kernels of these head dims."""
     return max(map(padded, head_dims)) <= MOST_NARROW or compiled_target(target) != "sm_75"
@@ -173,9 +183,10 @@ def against_wide(spec: KernelSpec) -> str:
         return ""
     of = f"{architecture(spec.target)} has no kernel of head dims above {MOST_NARROW}"
     if not has_tiles((spec.head_dim, spec.head_dim_v), spec.target):
-        return f"{of}: its shared memory, 64 KiB, holds no tile of them"
+        return f"{of}: they are built for asynchronous copies and more than 64 KiB of shared memory"
     if not ladder(spec, ROW_CLASSES[0]):
-        return f"{of} with hooks of whole rows: their scratch does not fit its shared memory"
+        what = "hooks of whole rows" if row_temps(spec.variant) else "these codes"
+        return f"{of} with {what}: the smallest tile does not fit its shared memory"
     return ""
 
 
@@ -219,11 +230,8 @@ def ladder(spec: KernelSpec, rows: int, tma: bool = True) -> tuple[KernelSpec, .
     """
     kind: TileKind = "few_row" if rows == ROW_CLASSES[0] else "prefill"
     widest = max(padded(spec.head_dim), padded(spec.head_dim_v))
-    changed = spec.has_codes or spec.variant.has("key_mod") or spec.variant.has("value_mod")
     if widest > MOST_NARROW:
         kind = "prefill_wide"
-    if widest <= MOST_NARROW or changed:  # rows are loaded for V again
-        spec = replace(spec, features=tuple(f for f in spec.features if f != "values_in_keys"))
     spec = replace(spec, target=called_target(spec.target))
     tiles = preferences(rows, widest, spec.target)
     if kind == "few_row" and spec.has_codes:
@@ -369,7 +377,11 @@ def considered(chosen: KernelSpec, packed_rows: int) -> list[tuple[KernelSpec, i
     """(spec, shared bytes, chosen, reason) of the choice and of the other candidates."""
     rows, tma = row_class(packed_rows), chosen.tile_kind != "prefill"
     others = [n for n in ROW_CLASSES if n != rows]
-    why = {with_tile(chosen, n, tma): _against_class(n, packed_rows) for n in others}
+    why = {}
+    for n in others:
+        tile = with_tile(chosen, n, tma)
+        most = tile.tile_q if tile.tile_kind == "prefill_wide" else n
+        why[tile] = _against_class(most, packed_rows)
     why |= {s: for_or_against(s, chosen, packed_rows) for s in ladder(chosen, rows, tma)}
     order = sorted(why, key=lambda s: (s != chosen, -s.tile_q, -s.tile_kv))
     return [(s, shared_bytes(s), s == chosen, why[s]) for s in order]

@@ -51,7 +51,7 @@ from ..codegen.spec import (
 from ..codegen.targets import compiled_target, is_cuda
 from ..errors import InputError
 from ..variants.ir.ir import VariantIR, unscaled_integers
-from .cuda_tiles import has_tiles
+from .cuda_tiles import against_wide, has_tiles
 from .tiles import kernels_by_rows
 
 FORMATS = (
@@ -93,6 +93,7 @@ def reachable(
     dtypes: tuple[str, str, str],
     target: str,
     formats: Sequence[str] = FORMATS,
+    v_in_k: bool = False,
 ) -> tuple[KernelSpec, ...]:
     """Every kernel that calls of the variant in these formats can request, most rows first.
 
@@ -102,15 +103,16 @@ def reachable(
         variant: the variant's IR.
         head_dims: (head_dim, head_dim_v).
         dtypes: of q, k and v.
-        target: any target. The result is empty if it does not support the dtypes, or if keys or
-            values are int8 and the variant has no hook that scales them.
+        target: any target. The result is empty if it does not support the dtypes or head dims, or
+            if keys or values are int8 and the variant has no hook that scales them.
         formats: of `FORMATS`, all by default.
+        v_in_k: of batches whose values are the first columns of keys.
 
     Raises:
         InputError: a format is unknown.
     """
     alone = ("ragged", "paged") if "cascade" in formats else ()  # of steps that share nothing
-    return _kernels(variant, head_dims, dtypes, target, (*formats, *alone))
+    return _kernels(variant, head_dims, dtypes, target, (*formats, *alone), v_in_k=v_in_k)
 
 
 def _kernels(
@@ -120,8 +122,13 @@ def _kernels(
     target: str,
     formats: Sequence[str],
     name: str = "variant",
+    v_in_k: bool = False,
 ) -> tuple[KernelSpec, ...]:
     if not takes_dtypes(target, dtypes) or not has_tiles(head_dims, target):
+        return ()
+    if is_cuda(compiled_target(target)) and against_wide(
+        KernelSpec(variant, *dtypes, *head_dims, compiled_target(target), "prefill", 0, 0)
+    ):
         return ()
     appends: tuple[KernelSpec, ...] = ()
     if "append" in formats:
@@ -135,6 +142,8 @@ def _kernels(
     if unscaled_integers(variant.has, *dtypes[1:]):
         return () if formats else appends
     features = [f for wanted in formats for f in _features(wanted, target, head_dims, dtypes)]
+    if v_in_k:
+        features = [(*f, "values_in_keys") for f in features]
     attention = kernels_by_rows(
         variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)), name
     )
@@ -196,7 +205,7 @@ def formats_of(spec: KernelSpec) -> tuple[str, ...]:
     """
     if spec.tile_kind == "append":
         return ("append",)
-    features = set(spec.features) - {"unaligned"}
+    features = set(spec.features) - {"unaligned", "values_in_keys"}
     table = _CUDA_FEATURES if is_cuda(spec.target) else _CPU_FEATURES
     found = tuple(
         name
@@ -224,7 +233,8 @@ def retarget(spec: AnySpec, target: str) -> tuple[AnySpec, ...]:
         return tuple(u for u in utilities((), target) if (u.kernel, u.unit_bytes) == kind)
     dims = (spec.head_dim, spec.head_dim_v)
     dtypes = (spec.q_dtype, spec.k_dtype, spec.v_dtype)
-    kernels = _kernels(spec.variant, dims, dtypes, target, formats_of(spec), spec.name)
+    v_in_k = "values_in_keys" in spec.features
+    kernels = _kernels(spec.variant, dims, dtypes, target, formats_of(spec), spec.name, v_in_k)
     if is_cuda(spec.target) or not kernels:
         return kernels
     return (*kernels, *utilities(dtypes[1:], target))

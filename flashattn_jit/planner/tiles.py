@@ -271,6 +271,8 @@ def choose_rows(
     blank = KernelSpec(
         variant, *dtypes, *head_dims, compiled_target(target), "prefill", 0, 0, features, name
     )
+    if "values_in_keys" in features and not cuda_tiles.shares_rows(blank):
+        blank = replace(blank, features=tuple(f for f in features if f != "values_in_keys"))
     if is_cuda(blank.target):
         return cuda_tiles.with_tile(blank, cuda_tiles.row_class(packed_rows), tma)
     return with_cpu_tile(blank, tile_kind(packed_rows, blank.target, blank.q_dtype))

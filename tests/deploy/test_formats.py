@@ -137,7 +137,7 @@ def test_targets_and_dtypes_of_queries() -> None:
         ("Causal", {"kv_format": Format("int4", group=5)}, "group=5 does not divide head_dim=16"),
         ("Causal", {"kv_format": INT8, "formats": ["block_mask"]}, "values without kv_format"),
         ("Causal", {"kv_format": INT8, "formats": ["page"]}, "unknown format 'page'"),
-        ("m.jsonl", {"kv_format": INT8}, "and kv_format are for variants"),
+        ("m.jsonl", {"kv_format": INT8}, "kv_format and v_in_k are for variants"),
     ],
 )
 def test_wrong_formats(what: str, given: Any, words: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def wanted_specs(
     heads: tuple[int, int] | None = None,
     params: Mapping[str, object] | None = None,
     kv_format: Any = None,
+    v_in_k: bool = False,
     allow_cpp: bool = False,
 ) -> list[AnySpec]:
     """All specs that calls like these can ask for; see `warm` for the arguments.
@@ -50,8 +51,9 @@ def wanted_specs(
             found += retarget(spec, target)
     if not found and any(isinstance(spec, KernelSpec) for spec in recorded):
         raise InputError(
-            f"none of the targets {', '.join(chosen)} has kernels for the dtypes that were "
-            "recorded; CUDA targets take bfloat16 and float16 (sm_75: float16)"
+            f"none of the targets {', '.join(chosen) or 'recorded'} has kernels for the dtypes "
+            "and head dims that were recorded; CUDA targets take bfloat16 and float16 (sm_75: "
+            "float16, head dims up to 256)"
         )
     if variants:
         from ...formats import read_formats  # imports torch, which manifests need not
@@ -70,11 +72,12 @@ def wanted_specs(
             heads,
             params or {},
             None if kv_format is None else read_formats(kv_format),
+            v_in_k,
         )
-    elif head_dims or dtypes or params or heads or formats or kv_format is not None:
+    elif head_dims or dtypes or params or heads or formats or kv_format is not None or v_in_k:
         raise InputError(
-            "head_dims, dtypes, formats, num_q_heads, num_kv_heads, params and kv_format are for "
-            "variants; a manifest says its own"
+            "head_dims, dtypes, formats, num_q_heads, num_kv_heads, params, kv_format and v_in_k "
+            "are for variants; a manifest says its own"
         )
     # Names do not count, nor those of params: equal documents are one kernel.
     return list({spec.document(): spec for spec in reversed(found)}.values())[::-1]

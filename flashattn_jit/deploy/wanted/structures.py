@@ -16,6 +16,7 @@ import torch
 from ...codegen.spec import AnySpec, takes_dtypes
 from ...errors import FlashAttnJitError, InputError, ParamError
 from ...formats import Formats
+from ...ops.keys.columns import check_values_in_keys
 from ...ops.planning.batch_params import stand_in
 from ...planner.reachable import FORMATS, reachable, utilities
 from ...variants import library
@@ -49,10 +50,12 @@ def specs_of(
     heads: tuple[int, int] | None,
     params: Mapping[str, object],
     stored: Formats | None = None,
+    v_in_k: bool = False,
 ) -> list[AnySpec]:
     """All that `reachable` and `utilities` list for some variants.
 
-    stored: formats of keys and values, in place of their dtypes.
+    stored: formats of keys and values, in place of their dtypes. v_in_k: of batches alone, whose
+    values are the first columns of keys.
 
     Combinations that a target has no kernels for are left out. Raises InputError where nothing is
     left, of all or of one variant; ParamError, TraceError as a call does.
@@ -67,6 +70,12 @@ def specs_of(
             f"{', '.join('/'.join(d) for d in dtypes)}; CUDA targets take bfloat16 and float16 "
             "(sm_75: float16), the same for q, k and v"
         )
+    if v_in_k:
+        formats = _PLANNED if formats is None else formats
+        for head_dim, head_dim_v in head_dims:
+            check_values_in_keys(head_dim, head_dim_v, stored or (None, None))
+        if not set(formats) <= {*_PLANNED}:
+            raise InputError(f"formats: v_in_k is of batches, in {', '.join(_PLANNED)}")
     declared = {d.name for v in variants for d in declared_params(v)}
     for name in params:
         if name not in declared:
@@ -97,7 +106,7 @@ def specs_of(
                     for target, of in pairs:
                         # The pass for row maxima has values of its own, in q's dtype.
                         own = (of[0], of[1], of[0]) if kinds == ("max_scores",) else of
-                        specs = reachable(ir, dims, own, target, kinds)
+                        specs = reachable(ir, dims, own, target, kinds, v_in_k)
                         found += [replace(spec, name=chosen.name) for spec in specs]
         if len(found) == before:  # targets take the dtypes: it is int8 that no hook scales
             hooks = present_hooks(made_of[0].variant).__contains__

@@ -52,6 +52,7 @@ def warm(
     num_kv_heads: int | None = None,
     params: Mapping[str, object] | None = None,
     kv_format: Any = None,
+    v_in_k: bool = False,
     jobs: int | None = None,
     executor: Executor | None = None,
     progress: Progress = True,
@@ -79,6 +80,7 @@ def warm(
             into it, and of its levels in a cascade. `dtypes` then says the queries'. Scales are
             expected with the strides that `Format.quantize` and `fa.kv.Cache` give them; give
             num_q_heads and num_kv_heads where there is one KV head.
+        v_in_k: for variants: kernels of batches and cascades with v_in_k, and no others.
         jobs: kernels compiled at a time; as many as there are cores by default.
         executor: a `concurrent.futures.Executor` to build in, such as a pool over many machines,
             instead of processes of this one. Its workers import this package, build in caches of
@@ -112,7 +114,7 @@ def warm(
     heads = None if num_q_heads is None or num_kv_heads is None else (num_q_heads, num_kv_heads)
     specs = wanted_specs(
         what, head_dims=head_dims, dtypes=dtypes, targets=targets, formats=formats, heads=heads,
-        params=params, kv_format=kv_format, allow_cpp=allow_cpp,
+        params=params, kv_format=kv_format, v_in_k=v_in_k, allow_cpp=allow_cpp,
     )  # fmt: skip
     done, missing = _look_up(specs)
     never = env.compile_mode() == "never"  # executors' processes need not know it

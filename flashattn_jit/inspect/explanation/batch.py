@@ -109,7 +109,7 @@ def _kernels(planned: Variation, launches: list[LaunchWork]) -> list[str]:
         spec, work = launch.kernel.spec, launch.work
         spans = work[:, _KEYS]
         rows.append([
-            launch.kind,
+            spec.tile_kind if spec.tile_kind == "prefill_wide" else launch.kind,
             f"{spec.tile_q} x {spec.tile_kv}",
             ", ".join(spec.features) or "-",
             str(len(np.unique(work[:, _REQUEST]))),

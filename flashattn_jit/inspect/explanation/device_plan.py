@@ -108,17 +108,18 @@ def device_plan(
     found = slots(spec, device)
     workers = max(1, found.total)
     kind = native_kind(spec, device.target, hardware=device)
+    few = few_rows(device.target, problem.q_dtype)
     native = _C.BatchPlan(
         _C.BatchLengths.dense(
             len(problem.q_len), max(problem.q_len, default=0), max(problem.kv_len, default=0),
             problem.kv_len,
         ),
-        (None, kind) if spec.tile_kind == "few_row" else (kind, None),
+        (None, kind) if problem.packed_rows <= few else (kind, None),
         _C.PlanOptions(
             num_q_heads=problem.num_q_heads,
             num_kv_heads=problem.num_kv_heads,
             head_dim_v=problem.head_dim_v,
-            few_rows=few_rows(device.target, problem.q_dtype),
+            few_rows=few,
             num_workers=(workers, workers),
             merge_ns=merge_cost(device.target),
         ),

@@ -40,7 +40,9 @@ def columns(rows: Codes, first: int, count: int) -> Codes:
     """
     if not isinstance(rows, Stored):
         if not isinstance(rows, Tensor) or not rows.dim() or rows.shape[-1] < first + count:
-            raise InputError(f"k must be a tensor [..., head_dim] with {first + count} columns")
+            raise InputError(
+                f"rows of keys must be a tensor [..., head_dim] of {first + count} columns or more"
+            )
         return rows.narrow(-1, first, count)
     dim, group = row_dim(rows.codes), rows.group
     if first + count > dim or rows.codes.dtype is CODES4 or rows.rotated:

@@ -19,7 +19,7 @@ from tests.ops.cases import fitting, run
 from tests.registry.case import Case, Shape
 from tests.registry.cases import CASES
 
-HEAD_DIMS = ((576, 512), (320, 272), (264, 512), (512, 512), (300, 40))
+HEAD_DIMS = ((576, 512), (320, 272), (264, 512), (512, 512), (300, 40), (576, 576), (300, 520))
 LENGTHS = ((70, 130), (7, 75), (1, 300), (33, 64))
 """Query rows and keys; two query heads share a key."""
 
@@ -47,8 +47,9 @@ def test_every_variant(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_every_feature_on_every_target(target: str, features: tuple[str, ...]) -> None:
     number = CUDA_TARGETS.index(target) + ALL_FEATURES.index(features)
-    for name, dims in rotation.turn(number, [("causal", HEAD_DIMS[0]), ("plain", HEAD_DIMS[3])]):
-        dims = (300, 270) if "unaligned" in features else dims
+    every = HEAD_DIMS if "values_in_keys" not in features else HEAD_DIMS[:2]
+    for name, of in rotation.turn(number, [*itertools.product(("causal", "plain"), every)]):
+        dims = (of[0] - 1, of[1] - 2) if "unaligned" in features else of
         specs = kernels_by_rows(ir_of(name), dims, (dtype_of(target),) * 3, target, (features,))
         for spec in specs:
             assert spec.tile_kind == "prefill_wide"

@@ -66,7 +66,7 @@ CALLS: dict[str, Callable[[], float]] = {
     "two stages": lambda: dense(576, 512, "sm_90"),
     "one stage": lambda: dense(512, 512, "sm_86"),
     "one stage, narrow": lambda: dense(528, 512, "sm_86"),
-    "overlapping halves": lambda: dense(320, 320, "sm_80"),
+    "overlapping halves": lambda: dense(320, 304, "sm_80"),
     "in keys": lambda: batch("sm_90"),
     "in keys, one stage": lambda: batch("sm_86"),
     "codes": lambda: batch("sm_90", fa.kv.Format("int8")),
@@ -101,6 +101,8 @@ MUTANTS = (
     Mutant("no last columns", PRODUCTS, "if constexpr (kWhole < kChunks) {",
            "if constexpr (false) {", "one stage, narrow"),
     Mutant("the half before", WIDE, "v + half_ * kHalfBegin * 2", "v", "two stages"),
+    Mutant("the other half", WIDE, "add_values_from<kHalfBegin>(o, v);",
+           "add_values_from<0>(o, v);", "overlapping halves"),
 )  # fmt: skip
 
 

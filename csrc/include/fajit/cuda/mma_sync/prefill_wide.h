@@ -53,11 +53,10 @@ class PrefillWide {
   static constexpr int kWarps = Config::kWarps, kStages = Config::kStages;
   static constexpr int kGroups = kWarps / 2;  // of 16 rows
   static constexpr int kHalfKeys = Config::kTileKv / 2;
-  static constexpr int kN = kHalfKeys / 8;  // blocks of 8 keys of a warp
-  // Columns of V from which the second warp of a group counts, a multiple of 64 so that the
-  // swizzle of a lane's addresses does not depend on it. Both have as many: they may overlap.
-  static constexpr int kHalfBegin = Config::kDimV / 128 * 64;
-  static constexpr int kD = (Config::kDimV - kHalfBegin) / 8;  // blocks of 8 dims of a warp
+  static constexpr int kN = kHalfKeys / 8;                        // blocks of 8 keys of a warp
+  static constexpr int kD = round_up(Config::kDimV / 2, 16) / 8;  // blocks of 8 dims of a warp
+  // Columns of V from which the second warp of a group counts: 16 may be of both.
+  static constexpr int kHalfBegin = Config::kDimV - kD * 8;
   static constexpr int kLoadRows = Config::kTileKv / kWarps, kQueryRows = Config::kTileQ / kWarps;
   static_assert(Config::kTileQ == 16 * kGroups && (kStages == 1 || kStages == 2));
   static_assert(kN == 1 || kN == 2, "16 or 32 keys");
@@ -367,10 +366,21 @@ class PrefillWide {
 
   // The warp's half of the dims += weights of all keys of the tile times values.
   FAJIT_DEV void add_values(float (&o)[1][kD][4], uint32_t v) const {
+    // From a multiple of 64 columns on, the swizzle of a lane's addresses is that of the first
+    // half.
+    if constexpr (kHalfBegin % 64 == 0) {
+      add_values_from<0>(o, v + half_ * kHalfBegin * 2);
+    } else if (half_ == 0) {
+      add_values_from<0>(o, v);
+    } else {
+      add_values_from<kHalfBegin>(o, v);
+    }
+  }
+  template <int kFirst>
+  FAJIT_DEV void add_values_from(float (&o)[1][kD][4], uint32_t v) const {
     const uint32_t p_lane = compute_here(
         ptx::shared_address(weights_) + WeightLayout::offset(block_row(lane_), block_chunk(lane_)));
-    const uint32_t v_lane = compute_here(v + half_ * kHalfBegin * 2 +
-                                         VLayout::offset(block_row(lane_), block_chunk(lane_)));
+    const uint32_t v_lane = compute_here(v + VLayout::offset(block_row(lane_), block_chunk(lane_)));
 #pragma unroll
     for (int n = 0; n < Config::kTileKv; n += 16) {
       uint32_t a[4];
@@ -378,7 +388,8 @@ class PrefillWide {
 #pragma unroll
       for (int d = 0; d < kD; d += 2) {
         uint32_t b[4];
-        ptx::load_matrices_transposed(b, VLayout::step(v_lane, d) + n * VLayout::kRowBytes);
+        ptx::load_matrices_transposed(
+            b, VLayout::step(v_lane, kFirst / 8 + d) + n * VLayout::kRowBytes);
         ptx::multiply_add<Element>(o[0][d], a, b[0], b[1]);
         ptx::multiply_add<Element>(o[0][d + 1], a, b[2], b[3]);
       }
