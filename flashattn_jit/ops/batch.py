@@ -18,7 +18,8 @@ class BatchAttention(BatchBase):
     Args:
         variant: a `Variant`, a bare ``score_mod`` or ``mask_mod``, or None for plain attention.
         num_q_heads, num_kv_heads: num_kv_heads divides num_q_heads.
-        head_dim, head_dim_v: of q and k, and of v (head_dim by default); 1 to 576.
+        head_dim, head_dim_v: of q and k, and of v (head_dim by default); 1 to 576, on CUDA
+            head_dim_v to 512, on sm_75 both to 256.
         v_in_k: values are the first head_dim_v columns of k, as in latent attention (DeepSeek-V2,
             arXiv 2405.04434, section 2.1): runs take no v, and need a scale. On CUDA, with head
             dims above 256 and without key_mod and value_mod, a row is read once for both.

@@ -30,7 +30,7 @@ from ..codegen.budget import (
     warpgroup_registers,
 )
 from ..codegen.spec import KernelSpec, TileKind
-from ..codegen.targets import architecture, called_target, compiled_target
+from ..codegen.targets import architecture, called_target, compiled_target, is_cuda
 from ..errors import InputError
 from ..variants.ir.ir import FLOAT_FUNCTIONS, Graph
 
@@ -111,6 +111,9 @@ _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
 _FEW_ROW_CODES = (Tile(16, 128, 4), *_FEW_ROW)
 """Twice the keys, in as many bytes: a turn's walk and look-ups serve more of them."""
 
+MOST_VALUES = 512
+"""The largest head_dim_v: with 576 each lane would have 144 accumulators, and kernels spill."""
+
 _WIDE = tuple(Tile(q, kv, q // 8) for q in (64, 32) for kv in (32, 16))
 """Tiles of larger head dims. A multiprocessor of 163 KiB or more has room for 64 rows of 576 dims
 and two tiles of 32 keys whose values are their first columns, one of 99 KiB for one of 16 keys; or
@@ -173,7 +176,9 @@ def shares_rows(spec: KernelSpec) -> bool:
 
 def has_tiles(head_dims: tuple[int, int], target: str) -> bool:
     """Whether a target, of any kind, has kernels of these head dims."""
-    return max(map(padded, head_dims)) <= MOST_NARROW or compiled_target(target) != "sm_75"
+    if max(map(padded, head_dims)) <= MOST_NARROW or not is_cuda(compiled_target(target)):
+        return True
+    return head_dims[1] <= MOST_VALUES and compiled_target(target) != "sm_75"
 
 
 def against_wide(spec: KernelSpec) -> str:
@@ -182,6 +187,8 @@ def against_wide(spec: KernelSpec) -> str:
     if widest <= MOST_NARROW:
         return ""
     of = f"{architecture(spec.target)} has no kernel of head dims above {MOST_NARROW}"
+    if spec.head_dim_v > MOST_VALUES:
+        return f"its kernels have values of up to {MOST_VALUES} columns, as registers allow"
     if not has_tiles((spec.head_dim, spec.head_dim_v), spec.target):
         return f"{of}: they are built for asynchronous copies and more than 64 KiB of shared memory"
     if not ladder(spec, ROW_CLASSES[0]):

@@ -19,7 +19,7 @@ from tests.ops.cases import fitting, run
 from tests.registry.case import Case, Shape
 from tests.registry.cases import CASES
 
-HEAD_DIMS = ((576, 512), (320, 272), (264, 512), (512, 512), (300, 40), (576, 576), (300, 520))
+HEAD_DIMS = ((576, 512), (320, 272), (264, 512), (512, 512), (300, 40), (300, 496))
 LENGTHS = ((70, 130), (7, 75), (1, 300), (33, 64))
 """Query rows and keys; two query heads share a key."""
 
@@ -73,5 +73,8 @@ def test_targets_without_room_say_so() -> None:
     with pytest.raises(InputError, match=r"head_dim=320.* sm_75 has no kernel of head dims above"):
         fa.attention(q, k, k, target="emulated:sm_75")
     assert reachable(ir_of("plain"), (320, 320), ("float16",) * 3, "sm_75") == ()
+    wide = torch.zeros(1, 1, 2, 520).half()
+    with pytest.raises(InputError, match="head_dim_v=520: its kernels have values of up to 512"):
+        fa.attention(wide, wide, wide, target="emulated:sm_90")
     with pytest.raises(InputError, match="head_dim=577 is not supported; it must be 1 to 576"):
         fa.attention(torch.zeros(1, 1, 1, 577), *[torch.zeros(1, 1, 1, 577)] * 2)
