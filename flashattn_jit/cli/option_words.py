@@ -26,7 +26,7 @@ _AT_THE_CALL = r"; pass (\w+)=\.\.\. at the call or when making the variant"
 _RULES = {
     r"^variants need head_dims= and dtypes=, such as .*":
         "a variant needs --head-dim and --dtype, such as --head-dim 64 --dtype bf16",
-    r"^head_dims, dtypes, formats, num_q_heads, num_kv_heads and params are":
+    r"^head_dims, dtypes, formats, num_q_heads, num_kv_heads, params, kv_format and v_in_k are":
         "--head-dim, --dtype, --format, --heads and --param are",
     rf"{_AT_THE_CALL}; for warm, params=\{{'\w+': torch\.empty\((.+?), dtype=\.\.\.\)\}}":
         r"; give --param \1=float32[\2]",

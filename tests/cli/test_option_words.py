@@ -37,7 +37,7 @@ CASES = [
     (("explain", "PaddingMask", "--param", "keep=bool[2,2]"), "with --batch 1 at dim 0"),
     (("bench", "SoftCap", "--param", "capp=1"), "; did you mean --param cap=...?"),
     (("bench", "Causal", "--device", "Z"), "error: --device Z is not there"),
-    (("bench", "Causal", "--head-dim", "300"), "error: --head-dim 300 is not supported"),
+    (("bench", "Causal", "--head-dim", "600"), "error: --head-dim 600 is not supported"),
     (("bench", "Causal", "--dtype", "fp8"), "--dtype float8_e4m3fn is not for queries; --dtype"),
     (("unpack", "{manifest}", "--directory", "~nobodyhere/x"), "--directory ~nobodyhere/x begins"),
 ]  # fmt: skip

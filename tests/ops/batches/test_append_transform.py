@@ -212,9 +212,9 @@ def test_rows_that_cannot_be_changed() -> None:
     k = torch.zeros(4, 2, 8, dtype=torch.int8)
     with pytest.raises(InputError, match="k and v are int8 and int8; a transform changes rows of"):
         append.run(k, k, *caches(dtype=torch.int8))
-    k = torch.zeros(4, 2, 258)
-    with pytest.raises(InputError, match="k has rows of 258; a transform changes rows of 1 to 256"):
-        append.run(k, k, *caches(258))
+    k = torch.zeros(4, 2, 578)
+    with pytest.raises(InputError, match="k has rows of 578; a transform changes rows of 1 to 576"):
+        append.run(k, k, *caches(578))
     emulated = fa.plan_append(INDPTR, PAGES, transform=fa.RoPE(), target="emulated:sm_80")
     k = torch.zeros(4, 2, 8)
     with pytest.raises(InputError, match="on CUDA of one dtype"):

@@ -57,7 +57,7 @@ def refused(error: type[Exception], text: str, made: fa.BatchAttention, *a: Any,
     [
         ({"num_kv_heads": 3}, "num_kv_heads=3, which does not divide num_q_heads=4"),
         ({"num_q_heads": 4.0}, "num_q_heads must be an int, got float"),
-        ({"head_dim": 300}, "head_dim=300 is not supported; it must be 1 to 256"),
+        ({"head_dim": 600}, "head_dim=600 is not supported; it must be 1 to 576"),
         ({"q_dtype": torch.float64}, "q_dtype=torch.float64 is not supported; supported: float32"),
         ({"kv_dtype": torch.int32}, "kv_dtype=torch.int32 is not supported"),
         ({"device": "meta"}, "kernels run on cpu and cuda"),

@@ -101,15 +101,15 @@ ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
     "kv_lengths": (lambda: call(v=kv()[:, :, 1:]), fa.InputError, r"v has kv_len=11"),
     "head_dims": (lambda: call(k=zeros(B, HKV, SKV, 8)), fa.InputError, r"k has head_dim=8"),
     "head_dim_0": (lambda: call(q=q()[..., :0], k=kv()[..., :0]), fa.InputError, r"head_dim=0"),
-    "head_dim_257": (
-        lambda: call(q=zeros(1, 1, 1, 257), k=zeros(1, 1, 1, 257), v=zeros(1, 1, 1, 8)),
+    "head_dim_577": (
+        lambda: call(q=zeros(1, 1, 1, 577), k=zeros(1, 1, 1, 577), v=zeros(1, 1, 1, 8)),
         fa.InputError,
-        r"head_dim=257",
+        r"head_dim=577",
     ),
-    "head_dim_v_300": (
-        lambda: call(q=zeros(1, 1, 1, 8), k=zeros(1, 1, 1, 8), v=zeros(1, 1, 1, 300)),
+    "head_dim_v_600": (
+        lambda: call(q=zeros(1, 1, 1, 8), k=zeros(1, 1, 1, 8), v=zeros(1, 1, 1, 600)),
         fa.InputError,
-        r"head_dim_v=300",
+        r"head_dim_v=600",
     ),
     "too_long": (
         lambda: call(
