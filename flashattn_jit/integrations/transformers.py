@@ -219,12 +219,14 @@ def attention_forward(
         TraceError: the mask function of the model cannot be compiled to a kernel.
     """
     _latent.prepare(module)
+    absorbed = None
     if isinstance(key, _latent.Latents):
-        others = {
-            "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux,
-            "position_bias": position_bias, **kwargs,
-        }  # fmt: skip
-        return _over_latents(module, query, key, attention_mask, scaling, others), None
+        if kwargs.get("cache") is not None or not key.are_absorbed_for(query):
+            key, value = key.expanded()
+        else:
+            absorbed = key.projections
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            query, key, value = key.absorbed(query)
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
     if isinstance(key, PagedRows) and isinstance(value, PagedRows):
         _refuse(module, dropout, kwargs)
@@ -290,25 +292,8 @@ def attention_forward(
             f"was run in its place; use attn_implementation='eager' for it. {error}"
         ) from error
     assert isinstance(out, Tensor)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _over_latents(
-    module: torch.nn.Module,
-    query: Tensor,
-    latents: _latent.Latents,
-    mask: Tensor | LazyMask | None,
-    scaling: float | None,
-    given: dict[str, Any],
-) -> Tensor:
-    """Attention of a layer with latent attention, expanded or over the latents themselves."""
-    if given.get("cache") is not None or not latents.are_absorbed_for(query):
-        operands = query, *latents.expanded()
-        return attention_forward(module, *operands, mask, scaling=scaling, **given)[0]
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    operands = latents.absorbed(query)
-    out = attention_forward(module, *operands, mask, scaling=scaling, **given)[0]
-    return latents.projections.output(out)
+    out = out.transpose(1, 2).contiguous()
+    return out if absorbed is None else absorbed.output(out), None
 
 
 def _over_pages(

@@ -107,7 +107,7 @@ def test_a_warmed_format_compiles_nothing_at_its_first_call(
         serve(variant, kv_format)
     assert default.last_source == "disk"
     lines = read_manifest(manifest)
-    assert {"int8", "int4"} <= {d for x in lines for d in (x.spec.k_dtype, x.spec.v_dtype)}  # type: ignore[union-attr]
+    assert {"int8", "bits4x2"} <= {d for x in lines for d in (x.spec.k_dtype, x.spec.v_dtype)}  # type: ignore[union-attr]
     # A manifest says its formats itself, and packs hold what it stands for.
     pack(tmp_path / "kernels.pack", manifest=manifest)
     cache = tmp_path / "other"

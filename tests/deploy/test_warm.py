@@ -177,7 +177,7 @@ def test_groups_of_targets_are_built_as_far_as_compilers_of_this_machine_do(
         (
             lambda: warm(wanted_specs("Causal", **HERE), targets="sm_90"),
             InputError,
-            "none of the targets sm_90 has kernels for the dtypes that were recorded",
+            "none of the targets sm_90 has kernels for the dtypes and head dims that were recorded",
         ),
     ],
 )
