@@ -44,6 +44,16 @@ class PlacedVariant(ComposedVariant):
     ``h + placed_head`` and its kv_h ``kv_h + placed_kv_head``.
     """
 
+    # Type checkers would make one of the annotations of `ComposedVariant`.
+    def __init__(
+        self,
+        operation: str,
+        parts: tuple[Variant, ...],
+        prefix: str = "",
+        kept: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(operation, parts, prefix, kept)
+
     def hooks(self) -> dict[str, Any]:
         """The hooks of the variant, with the requests or heads of the whole batch."""
         inner, places = self._parts
