@@ -56,7 +56,7 @@ MAX_DOCUMENT = 4 << 20
 MANIFEST_SCHEMA = 1
 """Version of a manifest's line."""
 
-_CPU_FEATURES = ("block_mask", "indirect", "values_in_keys")
+_CPU_FEATURES = ("block_mask", "indirect")
 _TILE_KINDS = ("prefill", "few_row", "prefill_wgmma", "prefill_wide", "append")
 _UTILITIES = ("merge_states", "append_paged_kv")
 _UNIT_BYTES = (1, 2, 4, 8, 16)

@@ -323,7 +323,7 @@ FEATURES = (
 table. mixed_rows: rows of several requests share an item's keys. sparse: items visit lists of key
 blocks. unaligned: rows of q, k, v or out do not all start at multiples of 16 bytes (CUDA).
 indirect: paged, mixed_rows and sparse in one kernel, distinguished at run time (CPU).
-values_in_keys: values are the first columns of the keys' rows, which are read from memory once."""
+values_in_keys: values are the first columns of the keys' rows, in one buffer (CUDA)."""
 
 
 @dataclass(frozen=True, slots=True)

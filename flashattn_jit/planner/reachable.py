@@ -233,8 +233,13 @@ def retarget(spec: AnySpec, target: str) -> tuple[AnySpec, ...]:
         return tuple(u for u in utilities((), target) if (u.kernel, u.unit_bytes) == kind)
     dims = (spec.head_dim, spec.head_dim_v)
     dtypes = (spec.q_dtype, spec.k_dtype, spec.v_dtype)
-    v_in_k = "values_in_keys" in spec.features
-    kernels = _kernels(spec.variant, dims, dtypes, target, formats_of(spec), spec.name, v_in_k)
+    formats = formats_of(spec)
+    kernels: tuple[KernelSpec, ...] = ()
+    # A CPU kernel does not tell whether values were columns of keys.
+    told = is_cuda(spec.target) or spec.head_dim_v > spec.head_dim or spec.k_dtype != spec.v_dtype
+    for v_in_k in ("values_in_keys" in spec.features,) if told else (False, True):
+        kernels += _kernels(spec.variant, dims, dtypes, target, formats, spec.name, v_in_k)
+    kernels = tuple(dict.fromkeys(kernels))
     if is_cuda(spec.target) or not kernels:
         return kernels
     return (*kernels, *utilities(dtypes[1:], target))

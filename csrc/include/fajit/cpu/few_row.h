@@ -171,10 +171,10 @@ class FewRow {
       const int ahead_k = heads > 1 ? kTileKv : kAheadK, ahead_v = heads > 1 ? kTileKv : kAheadV;
       if (!tile.follows) start_rows(k, v, ahead_k, ahead_v, heads);
       touch_pages(k, ahead_k + kTileKv);
-      if constexpr (!kOnce) touch_pages(v, ahead_v + kTileKv);
+      touch_pages(v, ahead_v + kTileKv);
       load_tile_numbers(w, tile, heads);
       RowStream<KeyRows> next_k(k.from(ahead_k, 0), heads * kBytesK);
-      ValueStream next_v(v.from(ahead_v, 0), heads * kBytesV);
+      RowStream<ValueRows> next_v(v.from(ahead_v, 0), heads * kBytesV);
       for (int j = 0; j < heads; ++j) {
         run_keys(items[j], head(j), j, tile, count, k.from(0, j * kStepK), v.from(0, j * kStepV),
                  next_k, next_v);
@@ -186,18 +186,11 @@ class FewRow {
  private:
   using KeyRows = decltype(static_cast<const KvRows*>(nullptr)->keys());
   using ValueRows = decltype(static_cast<const KvRows*>(nullptr)->values());
-  static constexpr bool kOnce = Config::kValuesInKeys;  // rows of V come with those of K
-  struct NoStream {
-    FAJIT_INLINE NoStream(const ValueRows&, int64_t) {}
-    template <int>
-    FAJIT_INLINE void next() {}
-  };
-  using ValueStream = Choose<kOnce, NoStream, RowStream<ValueRows>>;
 #if FAJIT_AMX
-  using Stream = TileStream<kBytesK, kBytesV, RowStream<KeyRows>, ValueStream>;
+  using Stream = TileStream<kBytesK, kBytesV, RowStream<KeyRows>, RowStream<ValueRows>>;
 #else
   struct Stream {
-    Stream(RowStream<KeyRows>&, ValueStream&, int) {}
+    Stream(RowStream<KeyRows>&, RowStream<ValueRows>&, int) {}
     void next(int) {}
   };
 #endif
@@ -290,13 +283,11 @@ class FewRow {
   __attribute__((noinline)) void start_rows(const KeyRows& k, const ValueRows& v, int ahead_k,
                                             int ahead_v, int heads) {
     for (int n = 0; n < ahead_k + kTileKv; n += kTileKv) touch_pages(k, n);
-    if constexpr (!kOnce)
-      for (int n = 0; n < ahead_v + kTileKv; n += kTileKv) touch_pages(v, n);
+    for (int n = 0; n < ahead_v + kTileKv; n += kTileKv) touch_pages(v, n);
     RowStream<KeyRows> stream_k(k, heads * kBytesK);
-    ValueStream stream_v(v, heads * kBytesV);
+    RowStream<ValueRows> stream_v(v, heads * kBytesV);
     for (int n = 0; n < heads * ahead_k; ++n) stream_k.template next<kBytesK>();
-    if constexpr (!kOnce)
-      for (int n = 0; n < heads * ahead_v; ++n) stream_v.template next<kBytesV>();
+    for (int n = 0; n < heads * ahead_v; ++n) stream_v.template next<kBytesV>();
   }
 
   // Starts the translation of the addresses of a tile of rows from row `first` on.
@@ -310,7 +301,7 @@ class FewRow {
   __attribute__((noinline)) void run_keys(const fajit_work& w, const Head& s, int number,
                                           const KvTile& tile, int count, KeyRows k_src,
                                           ValueRows v_src, RowStream<KeyRows>& next_k,
-                                          ValueStream& next_v) {
+                                          RowStream<ValueRows>& next_v) {
     const fajit_args& a = *c_.args;
     const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
     const int keys = tile.end - tile.begin;

@@ -73,11 +73,10 @@ class Prefill {
     int count, blocks;  // keys of the next tile; blocks of query rows
     int due = 0, fetched = 0;
     FAJIT_INLINE void operator()() {
-      constexpr bool kOnce = Config::kValuesInKeys;
-      for (due += kOnce ? 1 : 2; due >= blocks; due -= blocks, ++fetched) {
+      for (due += 2; due >= blocks; due -= blocks, ++fetched) {
         if (fetched < count) {
           prefetch_row<elements_of<K>(Config::kHeadDim) * sizeof(K)>(k(fetched));
-        } else if (!kOnce && fetched < 2 * count) {
+        } else if (fetched < 2 * count) {
           prefetch_row<elements_of<V>(Config::kHeadDimV) * sizeof(V)>(v(fetched - count));
         }
       }
