@@ -254,6 +254,25 @@ def assert_found(mutant: Mutant, call: Callable[[], float], wrong: float) -> Non
     assert found > wrong
 
 
+def run_mutated(
+    mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    spec_of: Callable[[_C.Module], KernelSpec],
+) -> None:  # fmt: skip
+    """From now on the emulator runs kernels with the mutant's change. spec_of: of a module."""
+    include = mutated_headers(mutant, tmp_path)
+    built: dict[KernelSpec, Any] = {}
+
+    def mutated(module: _C.Module) -> Any:
+        spec = spec_of(module)
+        if spec not in built:
+            with monkeypatch.context() as patch:
+                patch.setattr(env, "include_dir", lambda: include)
+                built[spec] = programs.Program(ptx_of(spec))
+        return built[spec]
+
+    monkeypatch.setattr(emulated, "program", mutated)
+
+
 def spec_of(module: _C.Module) -> KernelSpec:
     """The spec of a module of a planned call."""
     kernels = (kernel for plan, _ in launches._launches.values() for kernel in plan.kernels)
@@ -273,16 +292,5 @@ def test_nothing_is_found_in_the_kernels(
 def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    include = mutated_headers(mutant, tmp_path)
-    built: dict[KernelSpec, Any] = {}
-
-    def mutated(module: _C.Module) -> Any:
-        spec = spec_of(module)
-        if spec not in built:
-            with monkeypatch.context() as patch:
-                patch.setattr(env, "include_dir", lambda: include)
-                built[spec] = programs.Program(ptx_of(spec))
-        return built[spec]
-
-    monkeypatch.setattr(emulated, "program", mutated)
+    run_mutated(mutant, tmp_path, monkeypatch, spec_of)
     assert_found(mutant, CALLS[mutant.call], WRONG)

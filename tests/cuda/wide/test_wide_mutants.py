@@ -13,11 +13,8 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit import _C, env
+from flashattn_jit import _C
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.jit.emulator import programs
-from flashattn_jit.ops.device import emulated
-from tests.cuda.kernels import ptx_of
 from tests.emulator.test_mutants import (
     BARRIER,
     PRODUCTS,
@@ -27,8 +24,8 @@ from tests.emulator.test_mutants import (
     Mutant,
     assert_found,
     difference,
-    mutated_headers,
     random,
+    run_mutated,
     spec_of,
 )
 from tests.harness import rotation
@@ -115,18 +112,7 @@ def test_nothing_is_found_in_the_kernels(call: str) -> None:
 def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    include = mutated_headers(mutant, tmp_path)
-    built: dict[KernelSpec, Any] = {}
-
-    def mutated(module: _C.Module) -> Any:
-        spec = kernel_of(module)
-        if spec not in built:
-            with monkeypatch.context() as patch:
-                patch.setattr(env, "include_dir", lambda: include)
-                built[spec] = programs.Program(ptx_of(spec))
-        return built[spec]
-
-    monkeypatch.setattr(emulated, "program", mutated)
+    run_mutated(mutant, tmp_path, monkeypatch, kernel_of)
     assert_found(mutant, CALLS[mutant.call], WRONG)
 
 
