@@ -93,15 +93,9 @@ class Ranks:
             )
         return result
 
-    def agree_on(self, doing: str, error: Exception | None) -> None:
-        """Raises the error, on the other ranks DistributedError, if any rank has one."""
-
-        def work() -> tuple[None, bytes]:
-            if error is not None:
-                raise error
-            return None, NO_DIGEST
-
-        self.agree(doing, work)
+    def computed(self, work: Callable[[], T]) -> T:
+        """The result of a rank's part of run(), which the other ranks wait for; see `agree`."""
+        return self.agree("run()", lambda: (work(), NO_DIGEST))
 
     def gathered(self, values: Sequence[float]) -> list[tuple[float, ...]]:
         """The values of every rank. All ranks call it."""

@@ -65,13 +65,9 @@ class ByHeads(NamedTuple):
         for part, own_part in zip(parts[ranks.rank], sent[ranks.rank], strict=True):
             part.copy_(own_part)
         exchange.wait()
-        error: Exception | None = None
-        found: Any = None
-        try:
-            found = self.batch.run(*every, scale=scale, return_lse=return_lse, **params)
-        except Exception as raised:  # the other ranks wait for these heads
-            error = raised
-        ranks.agree_on("run()", error)
+        found: Any = ranks.computed(
+            lambda: self.batch.run(*every, scale=scale, return_lse=return_lse, **params)
+        )
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         targets = [out] if lse is None else [out, lse]

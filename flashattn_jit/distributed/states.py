@@ -67,14 +67,10 @@ class AtKeys(NamedTuple):
         """(out, lse) of the rows that the rank holds; lse is None unless requested."""
         own_q = q.new_empty((self.queries.moves.num_rows, *q.shape[1:]))
         begin_moves(ranks, [(q, own_q, self.queries)]).wait()
-        states: Any = None
-        error: Exception | None = None
-        if self.batch is not None:
-            try:
-                states = self.batch.run(own_q, k, v, scale=scale, partial=True, **params)
-            except Exception as raised:  # the other ranks wait for these states
-                error = raised
-        ranks.agree_on("run()", error)
+        batch = self.batch
+        states: Any = ranks.computed(
+            lambda: batch and batch.run(own_q, k, v, scale=scale, partial=True, **params)
+        )
         if states is None:
             shape = (0, q.shape[1], v.shape[2])
             states = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape[:2]).float()

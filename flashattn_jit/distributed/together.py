@@ -62,27 +62,26 @@ class Together(NamedTuple):
         own_out = q.new_empty((*own_q.shape[:2], v.shape[2]))
         own_lse = q.new_empty(own_q.shape[:2], dtype=torch.float32) if return_lse else None
         keys, values = (x.unflatten(0, (-1, self.page_size)) for x in (own_k, own_v))
-        error: Exception | None = None
 
-        def compute(stage: Stage | None) -> Exception | None:
-            if stage is None:
-                return None
-            try:
-                found: Any = stage.batch.run(
-                    own_q[stage.rows], keys, values, scale=scale, return_lse=return_lse, **params
-                )
-            except Exception as raised:  # the other ranks wait for these rows
-                return raised
+        def compute(stage: Stage) -> None:
+            found: Any = stage.batch.run(
+                own_q[stage.rows], keys, values, scale=scale, return_lse=return_lse, **params
+            )
             if own_lse is not None:
                 own_out[stage.rows], own_lse[stage.rows] = found
             else:
                 own_out[stage.rows] = found
-            return None
 
-        error = compute(self.early)
-        moving.wait()
-        error = error or compute(self.late)
-        ranks.agree_on("run()", error)
+        def compute_all() -> None:
+            try:
+                if self.early is not None:
+                    compute(self.early)
+            finally:
+                moving.wait()
+            if self.late is not None:
+                compute(self.late)
+
+        ranks.computed(compute_all)
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         home = self.queries.reversed()
