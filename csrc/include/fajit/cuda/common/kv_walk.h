@@ -110,6 +110,14 @@ class KvWalk {
   // The end of the item's positions.
   FAJIT_DEV int32_t end() const { return ptx::load_word(shared_ + 4); }
 
+  // The tile at `begin` of the run that was taken, full or not; whether the run goes on after it;
+  // the begin of the tile after it, of this run or the next one, or -1 if there is none.
+  FAJIT_DEV KvTile tile_at(int32_t begin) const { return {begin, cut(begin, kKeys, end()), false}; }
+  FAJIT_DEV bool has_next(int32_t begin) const { return taken_end() - begin > kKeys; }
+  FAJIT_DEV int32_t next_tile(int32_t begin) const {
+    return has_next(begin) ? begin + kKeys : found_begin();
+  }
+
  private:
   // Bits for 32 tiles, the first at `group`: those left to visit, those that are full.
   struct State {

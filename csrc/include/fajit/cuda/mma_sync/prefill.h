@@ -267,19 +267,19 @@ class Prefill {
 #pragma unroll 1
     do {
       const KvTile tile =
-          kMasked ? tile_at(begin, walk) : KvTile{begin, begin + Config::kTileKv, true};
+          kMasked ? walk.tile_at(begin) : KvTile{begin, begin + Config::kTileKv, true};
       const int stage = kStages == 1 ? 0 : turn;
       ptx::wait_copies<0>();
       __syncthreads();
       if constexpr (kCodes) {
         widen_rows(tile, turn);
-        load_ahead(next_tile(begin, walk), walk, kept, turn ^ 1);
+        load_ahead(walk.next_tile(begin), walk, kept, turn ^ 1);
       } else if constexpr (kStages == 1) {
         load_values(kMasked ? own_keys(tile) : kLoadRows,
                     kKeepsLocation ? kept : own_location(tile), 0);
-        keep_location(next_tile(begin, walk), walk, kept);
+        keep_location(walk.next_tile(begin), walk, kept);
       } else {
-        load_ahead(next_tile(begin, walk), walk, kept, turn ^ 1);
+        load_ahead(walk.next_tile(begin), walk, kept, turn ^ 1);
       }
       ptx::commit_copies();
       if constexpr (kCodes) {
@@ -292,7 +292,7 @@ class Prefill {
       if constexpr (kStages == 1 && !kCodes) {
         ptx::wait_copies<0>();
         __syncthreads();
-        load_ahead(next_tile(begin, walk), walk, kept, turn ^ 1);
+        load_ahead(walk.next_tile(begin), walk, kept, turn ^ 1);
         ptx::commit_copies();
       }
       if constexpr (!kCodes) change_values(tile, stage, turn);
@@ -303,32 +303,21 @@ class Prefill {
         softmax.template step<kByLine<kMasked, Config, Hooks>>(s, shift, o, units_);
       multiply_values<Element, VLayout>(o, s, ptx::shared_address(v_ + stage * kVBytes));
       turn ^= 1;
-      more = has_next(begin, walk);
+      more = walk.has_next(begin);
       begin += Config::kTileKv;
     } while (more);
   }
 
-  FAJIT_DEV static KvTile tile_at(int32_t begin, const Walk& walk) {
-    return {begin, cut(begin, Config::kTileKv, walk.end()), false};
-  }
-  // Whether the run that was taken goes on after the tile at `begin`.
-  FAJIT_DEV static bool has_next(int32_t begin, const Walk& walk) {
-    return walk.taken_end() - begin > Config::kTileKv;
-  }
-  // The begin of the tile after the one at `begin`; -1 if there is none.
-  FAJIT_DEV static int32_t next_tile(int32_t begin, const Walk& walk) {
-    return has_next(begin, walk) ? begin + Config::kTileKv : walk.found_begin();
-  }
   // With one stage a location that is looked up serves the keys of a tile, and a barrier later its
   // values. The look-up starts before the product of the tile before it, which hides its latency.
   static constexpr bool kKeepsLocation = kStages == 1 && Keys::kLookedUp && !kCodes;
   FAJIT_DEV void keep_location(int32_t begin, const Walk& walk, KeyLocation& kept) const {
-    if (kKeepsLocation && begin >= 0) kept = own_location(tile_at(begin, walk));
+    if (kKeepsLocation && begin >= 0) kept = own_location(walk.tile_at(begin));
   }
   // Starts the copies of the tile of the next turn: its keys, with two stages its values too.
   FAJIT_DEV void load_ahead(int32_t begin, const Walk& walk, const KeyLocation& kept, int turn) {
     if (begin < 0) return;
-    const KeyLocation location = kKeepsLocation ? kept : own_location(tile_at(begin, walk));
+    const KeyLocation location = kKeepsLocation ? kept : own_location(walk.tile_at(begin));
     const int32_t left = walk.end() - begin;
     if (left >= Config::kTileKv) {
       load_turn(kLoadRows, location, turn);  // without bounds checks
@@ -337,7 +326,7 @@ class Prefill {
     }
     if constexpr (kCodes) {
       if (Config::kSparse) __syncwarp();  // the entries of the key list are written
-      held_ = coded(tile_at(begin, walk), turn).load();
+      held_ = coded(walk.tile_at(begin), turn).load();
     }
   }
   FAJIT_DEV void load_turn(int count, const KeyLocation& location, int turn) {

@@ -164,7 +164,7 @@ class PrefillWide {
   FAJIT_DEV void load_tile(int32_t begin, const Walk& walk, int turn) {
     if (begin < 0) return;
     const int stage = kStages == 1 ? 0 : turn;
-    const KvTile tile = tile_at(begin, walk);
+    const KvTile tile = walk.tile_at(begin);
     const KeyLocation location = own_location(tile);
     keys_.template store_listed<kLoadRows>(listed(turn) + warp_ * kLoadRows * 4, own_keys(tile),
                                            location);
@@ -256,12 +256,12 @@ class PrefillWide {
     bool more;
 #pragma unroll 1
     do {
-      KvTile tile = tile_at(begin, walk);
+      KvTile tile = walk.tile_at(begin);
       if (!kMasked) tile.full = true;
       const int stage = kStages == 1 ? 0 : turn;
       ptx::wait_copies<0>();
       __syncthreads();
-      const int32_t next = next_tile(begin, walk);
+      const int32_t next = walk.next_tile(begin);
       if constexpr (kCodes) widen_rows(tile, turn);
       if constexpr (kCodes || kStages == 2) {
         load_tile(next, walk, turn ^ 1);
@@ -298,19 +298,9 @@ class PrefillWide {
         ptx::commit_copies();
       }
       turn ^= 1;
-      more = has_next(begin, walk);
+      more = walk.has_next(begin);
       begin += Config::kTileKv;
     } while (more);
-  }
-
-  FAJIT_DEV static KvTile tile_at(int32_t begin, const Walk& walk) {
-    return {begin, cut(begin, Config::kTileKv, walk.end()), false};
-  }
-  FAJIT_DEV static bool has_next(int32_t begin, const Walk& walk) {
-    return walk.taken_end() - begin > Config::kTileKv;
-  }
-  FAJIT_DEV static int32_t next_tile(int32_t begin, const Walk& walk) {
-    return has_next(begin, walk) ? begin + Config::kTileKv : walk.found_begin();
   }
 
   // --- products -------------------------------------------------------------------------------
