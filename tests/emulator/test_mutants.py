@@ -167,7 +167,7 @@ MUTANTS = (
            "decode"),
     Mutant("runs are as long as the tiles of a group", WALK, "const int count = ~same == 0 ? 32 :",
            "const int count = true ? 32 :", "prefill"),
-    Mutant("the run after this one is not loaded", PREFILL, ": walk.found_begin();", ": -1;",
+    Mutant("the run after this one is not loaded", WALK, ": found_begin();", ": -1;",
            "prefill", kinds=RACE),
     # Addresses
     Mutant("the tail is loaded as a whole tile", PREFILL, "if (left >= Config::kTileKv)",
