@@ -131,7 +131,7 @@ class BatchBase:
         resolved = target_on_device(own, target)
         self._plain = Options(
             num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_dtype, own,
-            resolved, limits, cuda_graph, batch_invariant, v_in_k=bool(v_in_k),
+            resolved, limits, cuda_graph, batch_invariant, v_in_k=v_in_k,
         )  # fmt: skip
         self._by_formats: dict[tuple[Formats, bool], OverFormats] = {}
         over = self._over(self._formats)
