@@ -135,14 +135,16 @@ def run_parts(
     benchmark: str,
     description: str | None,
     parts: Mapping[str, Callable[[argparse.Namespace], list[Row]]],
+    extend: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> None:
     """A benchmark's main: the parts that ``--only`` names, without gradients, in one report."""
-    options = arguments(
-        description,
-        lambda parser: parser.add_argument(
-            "--only", nargs="+", choices=parts, default=list(parts), help="parts to run"
-        ),
-    )
+
+    def extended(parser: argparse.ArgumentParser) -> None:
+        names = list(parts)
+        parser.add_argument("--only", nargs="+", choices=parts, default=names, help="parts to run")
+        extend(parser)
+
+    options = arguments(description, extended)
     torch.manual_seed(0)
     with torch.no_grad():
         rows = [row for name in options.only for row in parts[name](options)]

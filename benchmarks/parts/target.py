@@ -5,8 +5,11 @@ A library reads its variable once, at its first use, so the process starts anew 
 
 from __future__ import annotations
 
+import getpass
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.codegen.targets import included
@@ -29,9 +32,16 @@ def variables(target: str) -> dict[str, str]:
     FlexAttention's generated code follows ATEN_CPU_CAPABILITY in its vectors; its compiler is
     still given ``-march=native``. On AMD's CPUs MKL ignores its variable and runs its AVX2 code:
     there fp32 matrix products of torch are wider than cpu:generic, and narrower than cpu:avx512.
+
+    Each target has its own cache of compiled FlexAttention: torch 2.13 finds code again that it
+    compiled for wider vectors, and the results are wrong.
     """
     limits = dict(zip(_NAMES, _LIMITS[target], strict=True))
-    return {"FLASHATTN_JIT_TARGET": target} | limits
+    cache = f"torchinductor-{getpass.getuser()}-{target.replace(':', '-')}"
+    return {
+        "FLASHATTN_JIT_TARGET": target,
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), cache)),
+    } | limits
 
 
 def hold(target: str) -> None:

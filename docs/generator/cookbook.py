@@ -1,8 +1,14 @@
-"""The recipes of docs/guides/cookbook.md, as the tests, the pictures and the benchmark run them."""
+"""The recipes of docs/guides/cookbook.md, as the tests, the pictures and the benchmark run them.
+
+    python -m docs.generator.cookbook
+
+writes what `python -m benchmarks.cookbook --save` measured, in `RESULTS`, below the pictures.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +21,11 @@ from .pictures import CELLS, shrink, svg, weights
 from .snippets import Snippet, execute, snippets
 
 PAGE = Path(__file__).resolve().parents[1] / "guides" / "cookbook.md"
+_FOLDER = PAGE.parents[2] / "benchmarks" / "results"
+RESULTS = {
+    "AVX-512": _FOLDER / "amd-epyc-2c-avx512_bf16-2026-11-28.json",
+    "AVX2": _FOLDER / "amd-epyc-2c-avx2-2026-11-28.json",
+}
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,37 @@ def picture(recipe: Recipe) -> str | None:
     return None if np.allclose(found, 1.0) else svg(found, recipe.title)
 
 
+def times(recipe: Recipe) -> str:
+    """The line of a recipe that says how much more time its peers take."""
+    cells = []
+    for target, path in RESULTS.items():
+        measured = {row["claim"]: row for row in json.loads(path.read_text())["cookbook"]["rows"]}
+        words = []
+        for peer, label in (("torch", "eager torch"), ("FlexAttention", "compiled FlexAttention")):
+            row = measured.get(f"{recipe.number} {recipe.title}: times {peer}")
+            if row is not None:
+                words.append(f"{label} {row['measured']:.2g}x")
+        cells.append(f"{', '.join(words)} ({target})")
+    return f"Times of its peers over its own: {'; '.join(cells)}."
+
+
+def with_times(text: str) -> str:
+    """The page, each recipe's line of times in front of its first block."""
+    text = re.sub(r"^Times of its peers.*\n\n", "", text, flags=re.MULTILINE)
+    head, *sections = re.split(r"^(?=## \d+\. )", text, flags=re.MULTILINE)
+    made = [
+        section.replace("```python\n", f"{times(recipe)}\n\n```python\n", 1)
+        for recipe, section in zip(recipes(), sections, strict=True)
+    ]
+    return head + "".join(made)
+
+
 @functools.cache
 def cookbook_pictures() -> dict[str, str]:
     """The text of each picture, by its path below docs/pictures."""
     made = {f"cookbook/{recipe.number}.svg": picture(recipe) for recipe in recipes()}
     return {name: text for name, text in made.items() if text is not None}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_times(PAGE.read_text()))

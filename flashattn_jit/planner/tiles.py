@@ -85,12 +85,12 @@ class Problem:
 
 # --- tiles of CPU kernels ------------------------------------------------------------------------
 
-_FEW_ROWS = {"float32": 32, "bfloat16": 12}
+_FEW_ROWS = {"float32": 32, "bfloat16": 8}
 """Most packed rows of the few-row kernel by the dtype of its products, without AMX, between the
-crossovers of benchmarks/cpu_tiles.py for keys in memory (D64 and D128: 48 and more than 64 rows in
-fp32, 12 and 28 of bf16 dot products) and in cache (12 and 16, 8 and 12). Four rows share each
-loaded vector, and K and V are read in place, where a prefill tile packs them: 16 rows of fp32,
-D128, take 0.56 of the time of that tile from memory and 1.01 from cache, 32 rows 0.73 and 1.2
+crossovers of benchmarks/cpu_tiles.py for keys in memory and in cache: 24 to 48 and 10 to 16 rows in
+fp32, 8 to 16 and 8 of bf16 dot products (head dims 64 to 576). Four rows share each loaded vector,
+and K and V are read in place, where a prefill tile packs V: at head_dim 128 of bf16 that tile takes
+1.2 times as long with 8 rows from memory and 1.0 from cache, with 12 rows 1.0 and 0.84
 (cpu:avx512_bf16 on a Zen 4)."""
 
 _FEW_ROWS_OF_TILES = 32

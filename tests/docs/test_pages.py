@@ -151,6 +151,12 @@ def test_the_cookbook_has_twelve_recipes() -> None:
         assert f"(../pictures/cookbook/{path.name})" in text
 
 
+def test_the_times_of_the_cookbook_are_those_of_the_committed_results() -> None:
+    text = cookbook.PAGE.read_text()
+    assert text == cookbook.with_times(text)
+    assert text.count("compiled FlexAttention ") >= 2 * 10
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.number)
 def test_a_recipe_equals_its_eager_reference(recipe: cookbook.Recipe) -> None:
     """Also at a length that no block of the recipe divides evenly into tiles."""

@@ -157,6 +157,26 @@ def test_keys_alone_or_values_alone() -> None:
         torch.testing.assert_close(same.unflatten(0, (3, 2)).transpose(1, 2), out)
 
 
+@pytest.mark.parametrize("kv_format", [Format(c, group=32) for c in ("int8", "e4m3")], ids=named)
+@pytest.mark.parametrize("target", HOST_TARGETS)
+def test_values_of_the_codes_of_keys(target: str, kv_format: fa.kv.Format) -> None:
+    """A tile may decode them once, but not where one scale differs."""
+    q, k, _ = dense(40, 128, 128)
+    keys = kv_format.quantize(k, heads_dim=1)
+    other = keys.scales.clone()
+    other[1, 0, 20, 1] *= 3
+    for scales in (keys.scales, other):
+        values = Stored(keys.codes[..., :64], scales[..., :2], group=32)
+        for q_len in (1, 10, 40):  # few rows, one block of rows, several
+            new = q[:, :, -q_len:].to(torch.bfloat16)
+            out = fa.attention(new, keys, values, fa.Causal(), q_offset="end", target=target)
+            exact, eager = (
+                attention_reference(new, keys, values, fa.Causal(), q_offset="end", dtype=t)[0]
+                for t in (torch.float64, torch.bfloat16)
+            )
+            assert_close(out, exact, eager)
+
+
 def test_copies_of_an_object_have_its_formats() -> None:
     batch = fa.BatchAttention(
         fa.Causal(), num_q_heads=HQ, num_kv_heads=HKV, head_dim=64, q_dtype=torch.bfloat16,

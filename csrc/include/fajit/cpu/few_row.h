@@ -347,7 +347,7 @@ class FewRow {
     };
     const auto multiply_converted = [&]() __attribute__((always_inline)) {
       if constexpr (kDecodesKeys && !kKeysInPlace) {
-        const Table table = table_of<KeyNumbers>();
+        const Table table = Table::of<KeyNumbers>(c_);
         for (int n = 0; n < keys; ++n)
           decode_row<KeyNumbers, K, Config::kHeadDim, kDim, kTileKv>(k_src(n), key_numbers + n,
                                                                      table, k_rows_ + n * kDim);
@@ -397,7 +397,7 @@ class FewRow {
       accumulate(v_src);
     } else {
       if constexpr (kDecodesValues) {
-        const Table table = table_of<ValueNumbers>();
+        const Table table = Table::of<ValueNumbers>(c_);
         for (int n = 0; n < keys; ++n)
           decode_row<ValueNumbers, V, Config::kHeadDimV, kDimV, kTileKv>(
               v_src(n), value_numbers + n, table, v_rows_ + n * kDimV);
@@ -409,12 +409,6 @@ class FewRow {
       accumulate(StridedRows<Matrix>{v_rows_, kDimV});
     }
     stream.next(kTileKv);
-  }
-
-  template <class Numbers>
-  FAJIT_INLINE Table table_of() const {
-    if constexpr (Numbers::kCodebook >= 0) return Table(c_.tensor(Numbers::kCodebook));
-    return Table();
   }
 
   template <int N, bool Several>

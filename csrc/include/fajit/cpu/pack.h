@@ -70,12 +70,11 @@ FAJIT_INLINE void transpose_rows(const int32_t* const (&rows)[kLanes], int32_t* 
   }
 }
 
-// V rows [0, count) to panels: words[panel * stride + (n / pack) * kPanel + dim % kPanel]. A word
-// holds `pack` adjacent keys of one dim; keys past an odd count are zero. `row(n)` returns row n in
-// the matrix dtype, padded to whole panels; it may alternate between two buffers.
-template <class Matrix, int Dims, class Row>
-FAJIT_INLINE void pack_panels(int count, int32_t* words, int64_t stride, Row row) {
-  constexpr int panels = (Dims + kPanel - 1) / kPanel;
+// `panels` panels of V rows [0, count): words[panel * stride + (n / pack) * kPanel + dim % kPanel].
+// A word holds `pack` adjacent keys of one dim; keys past an odd count are zero. `row(n)` returns
+// row n in the matrix dtype, padded to whole panels; it may alternate between two buffers.
+template <class Matrix, class Row>
+FAJIT_INLINE void pack_panels(int count, int panels, int32_t* words, int64_t stride, Row row) {
   if constexpr (Dot<Matrix>::kPack == 1) {
     for (int n = 0; n < count; ++n) {
       const Matrix* src = row(n);
@@ -88,7 +87,19 @@ FAJIT_INLINE void pack_panels(int count, int32_t* words, int64_t stride, Row row
       const Matrix* even = row(n);
       if (n + 1 < count) {
         const Matrix* odd = row(n + 1);
-        for (int p = 0; p < panels; ++p)
+        int p = 0;
+#if defined(__AVX512BF16__)
+        // Two panels at once, without widening.
+        const v32 low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                         8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+        for (; p + 2 <= panels; p += 2) {
+          const v32 a = load<v32>(even + p * kPanel), b = load<v32>(odd + p * kPanel);
+          int32_t* const to = words + p * stride + n / 2 * kPanel;
+          store(to, __builtin_shuffle(a, b, low));
+          store(to + stride, __builtin_shuffle(a, b, low + uint16_t{16}));
+        }
+#endif
+        for (; p < panels; ++p)
           for (int i = 0; i < kPanel; i += kLanes) {
             const vu lo = widen(load<vh>(even + p * kPanel + i));
             const vu hi = widen(load<vh>(odd + p * kPanel + i));

@@ -16,6 +16,7 @@
 // of 32 rows: 1,550 GFLOP/s on two cores of a Xeon, where vectors of bf16 reach 225 and torch's
 // SDPA 1,150 (S4096, head_dim 128; benchmarks/cpu_attention.py).
 #pragma once
+#include <fajit/cpu/codes/numbers.h>
 #include <fajit/cpu/kv_walk.h>
 #include <fajit/cpu/products.h>
 #include <fajit/cpu/scratch.h>
@@ -58,6 +59,18 @@ class Prefill {
                                        !Hooks::kKeyMod && Config::kHeadDim % kPack == 0;
   static constexpr bool kValuesInPlace =
       same<V, Matrix> && !Hooks::kValueMod && Config::kHeadDimV == kVRow;
+  // Hooks that only decode rows are not called.
+  using KeyNumbers = typename Hooks::KeyNumbers;
+  using ValueNumbers = typename Hooks::ValueNumbers;
+  static constexpr bool kDecodesKeys = kIsDecoding<KeyNumbers, K> &&
+                                       kWholeGroups<KeyNumbers, K, Config::kHeadDim>,
+                        kDecodesValues = kIsDecoding<ValueNumbers, V> &&
+                                         kWholeGroups<ValueNumbers, V, Config::kHeadDimV>;
+  // Whether values may be the first dims of decoded keys (latent attention).
+  static constexpr bool kMayBeKeys =
+      kDecodesKeys && kDecodesValues && Config::kHeadDimV == kVRow && kVRow <= kKRow &&
+      may_be_keys<KeyNumbers, ValueNumbers, K, V, Config::kHeadDim, Config::kHeadDimV>();
+  static constexpr int kNumberKeys = round_up(kTileKv, kLanes);
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
   using KvRows = KeysOf<Config, kTileKv>;
   using KeyRows = decltype(static_cast<const KvRows*>(nullptr)->keys());
@@ -71,17 +84,22 @@ class Prefill {
     KeyRows k;
     ValueRows v;
     int count, blocks;  // keys of the next tile; blocks of query rows
+    // Values that are the first dims of keys came with them: without their prefetches, 16 and 32
+    // rows of bf16 (latent attention, 576 + 512) took 0.94 of the time (Zen 4, by hand).
+    bool same_rows = same_address(k(0), v(0));
     int due = 0, fetched = 0;
     FAJIT_INLINE void operator()() {
-      for (due += 2; due >= blocks; due -= blocks, ++fetched) {
+      for (due += same_rows ? 1 : 2; due >= blocks; due -= blocks, ++fetched) {
         if (fetched < count) {
           prefetch_row<elements_of<K>(Config::kHeadDim) * sizeof(K)>(k(fetched));
-        } else if (fetched < 2 * count) {
+        } else if (!same_rows && fetched < 2 * count) {
           prefetch_row<elements_of<V>(Config::kHeadDimV) * sizeof(V)>(v(fetched - count));
         }
       }
     }
   };
+
+  static FAJIT_INLINE bool same_address(const void* a, const void* b) { return a == b; }
 
   static constexpr uint64_t kLineBytes = kQRow * sizeof(Matrix) > Writer::kPaddedV * sizeof(float)
                                              ? kQRow * sizeof(Matrix)
@@ -104,6 +122,8 @@ class Prefill {
         p_(reinterpret_cast<int32_t*>(s_)),
         values_(carver.take<int32_t>(Products::kValueWords)),
         k_rows_(kKeysInPlace ? nullptr : carver.take<Matrix>(uint64_t{kKvSlots} * kKRow)),
+        key_numbers_(carver.take<float>(kDecodesKeys ? KeyNumbers::kCount * kNumberKeys : 0)),
+        value_numbers_(carver.take<float>(kDecodesValues ? ValueNumbers::kCount * kNumberKeys : 0)),
         line_(carver.take<char>(uint64_t{kLanes} * kLineBytes)),
         max_(carver.take<float>(kTileRows)),
         sum_(carver.take<float>(kTileRows)),
@@ -214,14 +234,14 @@ class Prefill {
         for (int n = 0; n < count; ++n)
           keys_[n] = Hooks::keys(c_, kIndirect ? key_request_ : b, kv_h, kv_.position(n));
 
-    const auto k = kv_.keys();
-    pack_values(kv_.values(), count, b, kv_h);
+    if constexpr (kDecodesValues)
+      load_tile_numbers<ValueNumbers, kNumberKeys>(c_, b, kv_h, kv_, count, value_numbers_);
     if constexpr (kKeysInPlace) {
-      run_blocks(tile, blocks, num_blocks, k, next);
+      pack_values(count, b, kv_h, num_blocks);
+      run_blocks(tile, blocks, num_blocks, kv_.keys(), next);
     } else {
-      for (int n = 0; n < count; ++n)
-        convert_key<Config, Hooks, kKRow>(c_, b, kv_h, kv_.position(n), k(n),
-                                          k_rows_ + int64_t{n} * kKRow);
+      convert_keys(count, b, kv_h);
+      pack_values(count, b, kv_h, num_blocks);
       run_blocks(tile, blocks, num_blocks, StridedRows<Matrix>{k_rows_, kKRow}, next);
     }
   }
@@ -231,31 +251,70 @@ class Prefill {
                                NextRows& next) {
     for (int i = 0; i < num_blocks; ++i) {
       switch (blocks[i].count) {
-        case 1: run_block<1>(tile, blocks[i], k, next); break;
-        case kMaxVectors: run_block<kMaxVectors>(tile, blocks[i], k, next); break;
-        default: run_block<kMaxVectors == 2 ? 1 : 2>(tile, blocks[i], k, next);
+        case 1: run_block<1>(tile, blocks[i], k, num_blocks, next); break;
+        case kMaxVectors: run_block<kMaxVectors>(tile, blocks[i], k, num_blocks, next); break;
+        default: run_block<kMaxVectors == 2 ? 1 : 2>(tile, blocks[i], k, num_blocks, next);
       }
     }
   }
 
-  FAJIT_INLINE void pack_values(ValueRows v, int count, int32_t b, int32_t kv_h) {
-    alignas(64) Matrix line[kValuesInPlace ? 1 : Products::kHeld][kVRow];
-    Products::pack(count, values_, [&](int n) -> const Matrix* {
-      const V* src = v(n);
-      if constexpr (kValuesInPlace) {
-        return src;
-      } else {
+  // Also decides whether values are decoded with keys.
+  FAJIT_INLINE void convert_keys(int count, int32_t b, int32_t kv_h) {
+    const auto k = kv_.keys();
+    if constexpr (kDecodesKeys) {
+      load_tile_numbers<KeyNumbers, kNumberKeys>(c_, b, kv_h, kv_, count, key_numbers_);
+      const Table table = Table::of<KeyNumbers>(c_);
+      for (int n = 0; n < count; ++n)
+        decode_row<KeyNumbers, K, Config::kHeadDim, kKRow, kNumberKeys>(
+            k(n), key_numbers_ + n, table, k_rows_ + int64_t{n} * kKRow);
+    } else {
+      for (int n = 0; n < count; ++n)
+        convert_key<Config, Hooks, kKRow>(c_, b, kv_h, kv_.position(n), k(n),
+                                          k_rows_ + int64_t{n} * kKRow);
+    }
+    if constexpr (kMayBeKeys)
+      values_are_keys_ =
+          KeyNumbers::kCodebook < 0 && ValueNumbers::kCodebook < 0 &&
+          same_address(k(0), kv_.values()(0)) &&
+          same_numbers<KeyNumbers, ValueNumbers, kNumberKeys>(key_numbers_, value_numbers_, count);
+  }
+
+  // Whether rows of V need no conversion, and such a row.
+  FAJIT_INLINE bool has_matrix_values() const { return kValuesInPlace || values_are_keys_; }
+  FAJIT_INLINE const Matrix* matrix_value(int n) const {
+    if constexpr (kValuesInPlace) return kv_.values()(n);
+    else return k_rows_ + int64_t{n} * kKRow;
+  }
+  // Whether V is packed by parts as it is multiplied: where no other block of rows needs it. A
+  // packed tile is written to L2, line by line: 16 rows of bf16 took 0.86 to 0.97 of the time with
+  // parts in L1, those of 576 + 512 dims 0.9; fp32 0.98 to 1.01 (Zen 4, medians of 4 by hand).
+  FAJIT_INLINE bool by_parts(int num_blocks) const {
+    return Products::kByParts && num_blocks == 1 && has_matrix_values();
+  }
+
+  FAJIT_INLINE void pack_values(int count, int32_t b, int32_t kv_h, int num_blocks) {
+    if (by_parts(num_blocks)) return;
+    if (has_matrix_values())
+      return Products::pack(count, values_, [&](int n) { return matrix_value(n); });
+    if constexpr (!kValuesInPlace) {
+      alignas(64) Matrix line[Products::kHeld][kVRow];
+      const auto v = kv_.values();
+      const Table table = Table::of<ValueNumbers>(c_);
+      Products::pack(count, values_, [&](int n) -> const Matrix* {
         Matrix* dst = line[n % Products::kHeld];
-        convert_value<Config, Hooks, kVRow>(c_, b, kv_h, kv_.position(n), src, dst);
+        if constexpr (kDecodesValues)
+          decode_row<ValueNumbers, V, Config::kHeadDimV, kVRow, kNumberKeys>(
+              v(n), value_numbers_ + n, table, dst);
+        else convert_value<Config, Hooks, kVRow>(c_, b, kv_h, kv_.position(n), v(n), dst);
         return dst;
-      }
-    });
+      });
+    }
   }
 
   // --- a block of rows against a tile of keys -------------------------------------------------
 
   template <int NV, class Source>
-  void run_block(const KvTile& tile, const Block& block, Source k, NextRows& next) {
+  void run_block(const KvTile& tile, const Block& block, Source k, int num_blocks, NextRows& next) {
     uint8_t states[kChunks];
     int n0 = 0, n1 = tile.end - tile.begin;
     if (!classify_chunks(tile, block.span, states, n0, n1)) return;
@@ -266,6 +325,11 @@ class Prefill {
                                            [&]() __attribute__((always_inline)) { next(); });
     alignas(64) float alpha[NV * kLanes];
     soften(block, states, n0, n1, scale, alpha);
+    if constexpr (Products::kByParts)
+      if (by_parts(num_blocks))
+        return Products::template pack_and_multiply_values<NV>(
+            values_, n0, n1, p_, alpha, o_ + row0 * kOutDims,
+            [&](int n) { return matrix_value(n); });
     Products::template multiply_values<NV>(values_, n0, n1, p_, alpha, o_ + row0 * kOutDims);
   }
 
@@ -405,14 +469,17 @@ class Prefill {
   }
 
   Context c_;
-  int32_t* qt_;      // [block][word][row of the block]
-  float* o_;         // [block][dim][row of the block]
-  float* s_;         // [key][row of the block]
-  int32_t* p_;       // [key / pack][row of the block]; aliases s_, whose scores are read first
-  int32_t* values_;  // V in the layout of the products
-  Matrix* k_rows_;   // [key][kKRow] when keys are not used in place
-  char* line_;       // kLanes rows of q or of the output
-  float* max_;       // per row, in the units of s_ after `hook_scores`
+  int32_t* qt_;         // [block][word][row of the block]
+  float* o_;            // [block][dim][row of the block]
+  float* s_;            // [key][row of the block]
+  int32_t* p_;          // [key / pack][row of the block]; aliases s_, whose scores are read first
+  int32_t* values_;     // V in the layout of the products
+  Matrix* k_rows_;      // [key][kKRow] when keys are not used in place
+  float* key_numbers_;  // [number][key]
+  float* value_numbers_;
+  bool values_are_keys_ = false;  // those of k_rows_
+  char* line_;                    // kLanes rows of q or of the output
+  float* max_;                    // per row, in the units of s_ after `hook_scores`
   float* sum_;
   int32_t* h_;
   int32_t* q_idx_;

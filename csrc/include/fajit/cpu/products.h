@@ -9,6 +9,7 @@
 //   kKvSlots       keys that S and P have room for
 //   kValueWords    words of a packed tile of V
 //   kKeysAnywhere  K rows may be at any addresses; otherwise they must be contiguous
+//   kByParts       whether there is pack_and_multiply_values
 //   pack(count, words, row)         V of keys [0, count); `row(n)` is valid until row(n + kHeld)
 //   multiply_scores<NV>(keys, n0, n1, qt, s, fetch)
 //   multiply_values<NV>(words, n0, n1, p, alpha, o)
@@ -31,13 +32,14 @@ struct VectorProducts {
   static constexpr int kOutDims = round_up(DimV, kMicroRows);
   static constexpr int kKvSlots = round_up(TileKv, kMicroRows);
   static constexpr int64_t kPanelStride = int64_t{(TileKv + kPack - 1) / kPack} * kPanel;
-  static constexpr uint64_t kValueWords = kPanelStride * (kVRow / kPanel);
-  static constexpr bool kKeysAnywhere = true;
+  static constexpr int kPanels = kVRow / kPanel;
+  static constexpr uint64_t kValueWords = kPanelStride * kPanels;
+  static constexpr bool kKeysAnywhere = true, kByParts = true;
   static constexpr int kHeld = 2, kStep = 2;
 
   template <class Row>
   static FAJIT_INLINE void pack(int count, int32_t* words, Row row) {
-    pack_panels<Matrix, DimV>(count, words, kPanelStride, row);
+    pack_panels<Matrix>(count, kPanels, words, kPanelStride, row);
   }
   template <int NV, class KeyRows, class Fetch>
   static FAJIT_INLINE void multiply_scores(KeyRows keys, int n0, int n1, const int32_t* qt,
@@ -53,6 +55,26 @@ struct VectorProducts {
                                        (n1 - n0 + kPack - 1) / kPack, p + first * NV * kLanes,
                                        alpha, o);
   }
+  // multiply_values of rows that nothing else is multiplied with, packed by parts that stay in L1.
+  // `row(n)`: row n of V, in the matrix dtype.
+  static constexpr int64_t kPartBytes = 12288;
+  static constexpr int kPartPanels =
+      kPartBytes < 4 * kPanelStride ? 1 : static_cast<int>(kPartBytes / (4 * kPanelStride));
+  template <int NV, class Row>
+  static FAJIT_INLINE void pack_and_multiply_values(int32_t* words, int n0, int n1,
+                                                    const int32_t* p, const float* alpha, float* o,
+                                                    Row row) {
+    const int count = n1 - n0, depth = (count + kPack - 1) / kPack;
+    for (int first = 0; first < kPanels; first += kPartPanels) {
+      const int left = kPanels - first, panels = left < kPartPanels ? left : kPartPanels;
+      const int d = first * kPanel, dims = kOutDims - d;
+      pack_panels<Matrix>(count, panels, words, kPanelStride,
+                          [&](int n) { return row(n0 + n) + d; });
+      fajit::multiply_values<Matrix, NV>(
+          words, kPanelStride, dims < panels * kPanel ? dims : panels * kPanel, depth,
+          p + n0 / kPack * NV * kLanes, alpha, o + int64_t{d} * NV * kLanes);
+    }
+  }
 };
 
 #if FAJIT_AMX
@@ -66,7 +88,7 @@ struct TileProducts {
   static constexpr int kKvSlots = round_up(TileKv, kTileDepth);
   static constexpr uint64_t kStepWords = kVRow * (kTileDepth / 2);
   static constexpr uint64_t kValueWords = kStepWords * (kKvSlots / kTileDepth);
-  static constexpr bool kKeysAnywhere = false;
+  static constexpr bool kKeysAnywhere = false, kByParts = false;
   static constexpr int kHeld = kTileDepth, kStep = kTileDepth;
 
   template <class Row>

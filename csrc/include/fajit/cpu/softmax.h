@@ -48,7 +48,6 @@ FAJIT_INLINE vf weight_exp2(vf x) {
 // The weights of two keys as one word per lane: bf16, the first key in the low half.
 FAJIT_INLINE vi pack_weights(vf first, vf second) {
 #if defined(__AVX512BF16__)
-  typedef uint16_t v32 __attribute__((vector_size(64)));
   v32 both;
   asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(second), "v"(first));
   const v32 interleave = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,

@@ -60,7 +60,6 @@ __attribute__((noinline)) void tile_values(const int32_t* vt, int steps, const i
 // neighbouring keys. `Blocks` is even; rows have 16 * Blocks elements.
 template <int Blocks>
 FAJIT_INLINE void pack_value_tiles(const bfloat16_t* const (&rows)[32], int32_t* vt) {
-  typedef uint16_t v32 __attribute__((vector_size(64)));
   // Interleaving within 128-bit lanes is one operation, and leaves dims in this order.
   constexpr int dims[16] = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
   const v32 low = {0,  32, 1,  33, 2,  34, 3,  35, 8,  40, 9,  41, 10, 42, 11, 43,

@@ -10,6 +10,7 @@
 #include <fajit/context.h>
 #include <fajit/cpu/hooks/hook_ops.h>
 #include <fajit/cpu/microkernel.h>
+#include <fajit/cpu/vector/bfloat16_words.h>
 #include <fajit/cpu/vector/transpose.h>
 
 namespace fajit {
@@ -138,6 +139,15 @@ FAJIT_INLINE void load_numbers(const Context& c, int32_t b, int32_t kv_h, int he
   });
 }
 
+// load_numbers of the `count` keys of a tile and one head.
+template <class Numbers, int Keys, class KvRows>
+FAJIT_INLINE void load_tile_numbers(const Context& c, int32_t b, int32_t kv_h, const KvRows& kv,
+                                    int count, float* out) {
+  for (int n = 0; n < count; n += kLanes)
+    load_numbers<Numbers, Keys>(c, b, kv_h, 1, kv.positions(n, iota() + n < count, count - 1),
+                                out + n);
+}
+
 // Prefetches what load_numbers will read for keys kv_idx, of the first head.
 template <class Numbers>
 FAJIT_INLINE void fetch_numbers(const Context& c, int32_t b, int32_t kv_h, vi kv_idx) {
@@ -162,6 +172,13 @@ class Table {
       const int64_t at = i < t.sizes[0] ? i : t.sizes[0] - 1;
       values_[i] = t.ptr == nullptr ? 0.0f : static_cast<const float*>(t.ptr)[at * t.strides[0]];
     }
+  }
+  // That of the codebook of hooks, if they have one.
+  template <class Numbers>
+  static FAJIT_INLINE Table of(const Context& c) {
+    if constexpr (Numbers::kGroups > 0)
+      if constexpr (Numbers::kCodebook >= 0) return Table(c.tensor(Numbers::kCodebook));
+    return Table();
   }
   FAJIT_INLINE float value(int index) const { return values_[index]; }
   FAJIT_INLINE vf operator()(vi index) const {
@@ -197,27 +214,68 @@ FAJIT_INLINE void store_two(bfloat16_t* dst, vf low, vf high) {
 #endif
 }
 
+// Whether decode_row takes whole vectors of a group of channels.
+template <class Numbers, class Code, int Dim>
+constexpr bool has_whole_groups() {
+  if constexpr (Numbers::kGroups > 0)
+    return Dim / Numbers::kGroups % (2 * kLanes) == 0 &&
+           Dim % (2 * kPerElement<Code> * kLanes) == 0;
+  return false;
+}
+template <class Numbers, class Code, int Dim>
+constexpr bool kWholeGroups = has_whole_groups<Numbers, Code, Dim>();
+
+// Whether values of DimV codes with the numbers of keys of Dim codes are their first dims.
+template <class Keys, class Values, class K, class V, int Dim, int DimV>
+constexpr bool may_be_keys() {
+  if constexpr (same<K, V> && !same<K, int4x2_t> && Keys::kGroups > 0 && Values::kGroups > 0)
+    return Dim / Keys::kGroups == DimV / Values::kGroups && Keys::kZeros == Values::kZeros;
+  return false;
+}
+// Whether `count` keys have the same numbers as their values.
+template <class Keys, class Values, int Stride>
+FAJIT_INLINE bool same_numbers(const float* keys, const float* values, int count) {
+  vi differ{};
+  for (int set = 0; set < Values::kCount / Values::kGroups; ++set)
+    for (int g = 0; g < Values::kGroups; ++g)
+      for (int n = 0; n < count; n += kLanes)
+        differ |= load(keys + (set * Keys::kGroups + g) * Stride + n) !=
+                  load(values + (set * Values::kGroups + g) * Stride + n);
+  return !any(differ);
+}
+
 // dst[0, Dim) = the values of a row of Dim codes, rounded once to the matrix dtype; dst[Dim,
 // Padded) = 0. numbers: those of the key, Keys apart.
 template <class Numbers, class Code, int Dim, int Padded, int Keys, class Matrix>
 FAJIT_INLINE void decode_row(const Code* src, const float* numbers, const Table& table,
                              Matrix* dst) {
   constexpr int group = Dim / (Numbers::kGroups > 0 ? Numbers::kGroups : 1);
-  if constexpr (group % (2 * kLanes) == 0 && Dim % (2 * kPerElement<Code> * kLanes) == 0) {
-    const auto value = [&](int d, vf scale, vf zero) __attribute__((always_inline)) {
-      vf x;
-      if constexpr (Numbers::kCodebook >= 0) x = table(load_bits<Dim>(src, d));
-      else x = load_dims<Code, Dim>(src, d);
-      if constexpr (Numbers::kZeros) x -= zero;
-      return x * scale;
+  if constexpr (kWholeGroups<Numbers, Code, Dim>) {
+    const auto value = [&](int d) __attribute__((always_inline)) {
+      if constexpr (Numbers::kCodebook >= 0) return table(load_bits<Dim>(src, d));
+      else return load_dims<Code, Dim>(src, d);
+    };
+    const auto values = [&](int d, vf& low, vf& high) __attribute__((always_inline)) {
+#if defined(__AVX512BF16__)
+      if constexpr (same<Code, e4m3_t> || same<Code, e5m2_t>) {
+        const vi words = bfloat16_words<Dim>(src, d);
+        low = low_floats(words), high = high_floats(words);
+        return;
+      }
+#endif
+      low = value(d), high = value(d + kLanes);
     };
 #pragma GCC unroll 1
     for (int g = 0; g < Numbers::kGroups; ++g) {
       const vf scale = splat(numbers[g * Keys]);
       const vf zero = Numbers::kZeros ? splat(numbers[(Numbers::kGroups + g) * Keys]) : vf{};
 #pragma GCC unroll 4
-      for (int d = g * group; d < (g + 1) * group; d += 2 * kLanes)
-        store_two(dst + d, value(d, scale, zero), value(d + kLanes, scale, zero));
+      for (int d = g * group; d < (g + 1) * group; d += 2 * kLanes) {
+        vf low, high;
+        values(d, low, high);
+        if constexpr (Numbers::kZeros) low -= zero, high -= zero;
+        store_two(dst + d, low * scale, high * scale);
+      }
     }
   } else {
     alignas(64) float row[round_up(Dim, kLanes)];
