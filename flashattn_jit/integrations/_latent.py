@@ -2,12 +2,15 @@
 
 Layers with `expand_kv` keep latents in their cache and expand all of them to keys and values of
 each head in every step. With this engine `expand_kv` gives a `Latents` instead, and attention
-expands them only where that takes fewer multiplications: for prefill, not for decoding.
+expands them only where that takes fewer multiplications: for prefill, not for decoding. Latents in
+the pages of an `fa.kv.Cache` are never read to be expanded: only prompts from their first token on
+are, whose latents come with the call.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from typing import Any
 
@@ -15,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from flashattn_jit.codegen.spec import MAX_HEAD_DIM, device_target
-from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
+from flashattn_jit.errors import InputError
+from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS, model_types
+from flashattn_jit.integrations._paged_rows import PagedRows
 from flashattn_jit.ops.latent import AbsorbedMLA, absorb_mla
 from flashattn_jit.planner.cuda_tiles import has_tiles
 
@@ -31,42 +36,74 @@ _verdicts: weakref.WeakKeyDictionary[nn.Module, tuple[Any, bool]] = weakref.Weak
 
 
 class Latents:
-    """The keys and values of a layer: latents [batch, 1, kv_len, rank] and k_rope beside them."""
+    """The keys and values of a layer: latents [batch, 1, kv_len, rank] and k_rope beside them, as
+    tensors or as handles of an `fa.kv.Cache`."""
 
     def __init__(
-        self, projections: AbsorbedMLA, expand: Any, latent: Tensor, k_rope: Tensor
+        self,
+        projections: AbsorbedMLA,
+        expand: Any,
+        latent: Tensor | PagedRows,
+        k_rope: Tensor | PagedRows,
     ) -> None:
         self.projections, self._expand = projections, expand
         self._latent, self._k_rope = latent, k_rope
 
+    def handles(self) -> tuple[PagedRows, PagedRows] | None:
+        """Those of latents and k_rope in pages, else None."""
+        if isinstance(self._latent, PagedRows) and isinstance(self._k_rope, PagedRows):
+            return self._latent, self._k_rope
+        return None
+
     def expanded(self) -> tuple[Tensor, Tensor]:
-        """What `expand_kv` would have given."""
-        key, value = self._expand(self._latent, self._k_rope)
+        """What `expand_kv` would have given; of latents in pages, those that come with the call."""
+        found = self.handles()
+        parts = (self._latent, self._k_rope) if found is None else [x.rows for x in found]
+        key, value = self._expand(*parts)
         return key, value
 
     def are_absorbed_for(self, query: Tensor) -> bool:
         """Whether queries [batch, num_q_heads, q_len, dim] attend to latents themselves."""
         rank, rope = self._latent.shape[-1], self._k_rope.shape[-1]
+        if (found := self.handles()) is not None:
+            new = found[0].owner.new_prompts()
+            return not new or self.projections.prefers_absorbed(new, new, rope)
         if query.is_cuda and not has_tiles((rank + rope, rank), device_target(query.device.index)):
             return False
         lengths = query.shape[2], self._latent.shape[2]
         return self.projections.prefers_absorbed(*lengths, rope)
 
-    def absorbed(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The operands of attention over latents, for queries [batch, num_q_heads, q_len, dim]."""
+    def absorbed_query(self, query: Tensor) -> Tensor:
+        """Queries of latents, for queries [batch, num_q_heads, q_len, dim]."""
         nope = self.projections.to_keys.shape[1]
         heads_last = query.transpose(1, 2)
         absorbed = self.projections.query(heads_last[..., :nope], heads_last[..., nope:])
+        return absorbed.transpose(1, 2)
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of `absorbed_query`: latents with k_rope, and latents. Not in pages."""
+        assert isinstance(self._latent, Tensor) and isinstance(self._k_rope, Tensor)
         rows = torch.cat([self._latent, self._k_rope], -1)
-        return absorbed.transpose(1, 2), rows, rows[..., : self._latent.shape[-1]]
+        return rows, rows[..., : self._latent.shape[-1]]
 
 
-def prepare(layer: nn.Module) -> None:
+def prepare_family(config: Any) -> bool:
+    """`prepare` for the layers of a config's models; whether there are any of transformers."""
+    found = False
+    for name in model_types(config):
+        module = sys.modules.get(f"transformers.models.{name}.modeling_{name}")
+        for kind in (getattr(module, layer, None) for layer in _SERVED):
+            if kind is not None:
+                prepare(kind)
+                found = True
+    return found
+
+
+def prepare(kind: Any) -> None:
     """Lets layers of this class hand over their latents from now on.
 
     Changes the class, once; under other implementations its layers do what they did.
     """
-    kind: Any = type(layer)
     if kind.__name__ in _SERVED:
         expand_kv = getattr(kind, "expand_kv", None)
         if expand_kv is not None and not hasattr(expand_kv, "_hands_over"):
@@ -75,7 +112,7 @@ def prepare(layer: nn.Module) -> None:
 
 def _handing_over(expand_kv: Any) -> Any:
     @functools.wraps(expand_kv)
-    def expanding(self: Any, latent: Tensor, k_rope: Tensor) -> Any:
+    def expanding(self: Any, latent: Any, k_rope: Any) -> Any:
         expand = functools.partial(expand_kv, self)
         # A subclass may do more with what it inherits.
         own = vars(type(self)).get("expand_kv") is expanding
@@ -85,13 +122,19 @@ def _handing_over(expand_kv: Any) -> Any:
             if projections is not None:
                 latents = Latents(projections, expand, latent, k_rope)
                 return latents, latents
+        if isinstance(latent, PagedRows):
+            raise InputError(
+                f"{type(self).__name__} would expand latents that lie in pages: over pages its "
+                "kv_b_proj must be a plain linear layer without hooks, in the dtype of the cache "
+                "and without gradients, and its model not compiled; use a cache of transformers"
+            )
         return expand(latent, k_rope)
 
     expanding._hands_over = True  # type: ignore[attr-defined]
     return expanding
 
 
-def _projections_of(layer: Any, expand: Any, latent: Tensor) -> AbsorbedMLA | None:
+def _projections_of(layer: Any, expand: Any, latent: Any) -> AbsorbedMLA | None:
     """The projections in the layer's weight, which may be another one in each call.
 
     None where the weight is not as in DeepSeek's models, where something else happens in its layer,

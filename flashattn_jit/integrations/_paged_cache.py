@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from flashattn_jit import kv
 from flashattn_jit.errors import InputError
+from flashattn_jit.integrations._latent import prepare_family
 from flashattn_jit.integrations._lazy_mask import LazyMask
 from flashattn_jit.integrations._paged_rows import (
     LayerCall,
@@ -61,7 +63,8 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class OverPages(transformers.Cache):
     """What caches of transformers over an `fa.kv.Cache` have in common.
 
-    pages: the cache. length: tokens of the longest row, as the model counts them.
+    pages: the cache. length: tokens of the longest row, as the model counts them. new_length: those
+    of the forward pass.
     """
 
     needs_use_cache = True
@@ -70,17 +73,23 @@ class OverPages(transformers.Cache):
     def __init__(self, cache: kv.Cache) -> None:
         self.paged = PagedLayers(cache)
         self.pages = cache
-        self.length = 0
+        self.length = self.new_length = 0
         super().__init__(layers=[PagesLayer(self, i) for i in range(cache.spec.num_layers)])
 
     def rows(self, key: Tensor, value: Tensor, layer: int) -> tuple[PagedRows, PagedRows]:
         """Handles of a layer's keys and values, the new ones included."""
+        self.new_length = key.shape[2]
         kv_len = self.length + key.shape[2]
         return PagedRows(key, kv_len, layer, self), PagedRows(value, kv_len, layer, self)
 
     def attend(self, query: Tensor, key: PagedRows, value: PagedRows, call: LayerCall) -> Tensor:
         """[batch, q_len, num_q_heads, head_dim_v]: the attention function's work on handles."""
         raise NotImplementedError
+
+    def new_prompts(self) -> int:
+        """Tokens of the longest sequence of the forward pass, where all begin in it and no group
+        has params of its mask; else 0."""
+        return 0 if self.paged.has_mask_params else self.paged.new_prompts()
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise InputError(f"a {type(self).__name__} cannot be copied or pickled; make another one")
@@ -161,7 +170,9 @@ class PagedCache(OverPages):
             check_mask(self.pages, layer, mask, self._batch[row].first or 0, row)
             self._checked.add(layer)
         everything = bool(real.all())
-        packed = [_packed(x, None if everything else real) for x in (query, key.rows, value.rows)]
+        pack = functools.partial(_packed, real=None if everything else real)
+        packed = [pack(x) for x in (query, key.rows, value.rows)]
+        call = call.with_expanded(pack)
         first = torch.tensor([x.first or 0 for x in self._batch], dtype=torch.int32, device="cpu")
         out = self.paged.attend(layer, call.with_bias(batch, query.shape[1], first), *packed)
         result: Tensor = out.new_zeros(batch, q_len, *out.shape[1:])
@@ -230,6 +241,10 @@ class PagedCache(OverPages):
         for row in self._batch:
             row.seq.close()
         self._batch = []
+
+    def new_prompts(self) -> int:
+        """See `OverPages.new_prompts`."""
+        return 0 if self.length or self.paged.has_mask_params else self.new_length
 
     # --- what generate() does with caches ---------------------------------------------------------
 
@@ -324,8 +339,11 @@ def cache_for(
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     check_decoder(config)
     check_decoder(text)
-    if getattr(text, "kv_lora_rank", None):
-        raise InputError("latent attention is not served over pages; use a cache of transformers")
+    if getattr(text, "kv_lora_rank", None) and not prepare_family(config):
+        raise InputError(
+            f"the latent attention of {type(model).__name__} is not served over pages; use a cache "
+            "of transformers"
+        )
     num_tokens = check_int("num_tokens", num_tokens, 1)
     spec = kv.Spec.from_config(text, page_size=page_size, dtype=model.dtype)
     pages = -(-num_tokens // spec.page_size)
@@ -377,7 +395,9 @@ class PackedCache(OverPages):
             raise InputError(
                 f"layer {layer} attends twice in a forward pass, which is not served over pages"
             )
-        packed = [x[0].transpose(0, 1) for x in (query, key.rows, value.rows)]
+        pack = functools.partial(_packed, real=None)
+        packed = [pack(x) for x in (query, key.rows, value.rows)]
+        call = call.with_expanded(pack)
         first = torch.zeros(self._requests, dtype=torch.int32, device="cpu")
         call = call.with_bias(self._requests, query.shape[1], first)
         return self.paged.attend(layer, call, *packed)[None]

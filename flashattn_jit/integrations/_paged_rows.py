@@ -7,6 +7,7 @@ which writes the new rows into the pages and attends over them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -16,7 +17,10 @@ from torch import Tensor
 from flashattn_jit.errors import InputError
 from flashattn_jit.integrations._lazy_mask import LazyMask
 from flashattn_jit.kv import Cache
+from flashattn_jit.ops.batch import BatchAttention
+from flashattn_jit.ops.batch_base import BatchBase
 from flashattn_jit.ops.cascade import CascadeAttention
+from flashattn_jit.ops.keys.storage import Ragged
 from flashattn_jit.ops.plan import Plan
 from flashattn_jit.variants.variant import Variant, as_variant, tensor
 
@@ -105,7 +109,8 @@ class LayerCall(NamedTuple):
 
     mask: the model's, or None. extend, parts: make the layer's variant of its group's, and tell it
     from others. params: of what `extend` adds, with ``bias`` [batch or 1, num_q_heads or 1, 1,
-    positions] as the model gives it.
+    positions] as the model gives it. expanded: keys and values of each head that are attended to
+    in place of the latents of all keys, which come with this call.
     """
 
     mask: LazyMask | None
@@ -113,6 +118,14 @@ class LayerCall(NamedTuple):
     extend: Callable[[Variant], Variant]
     parts: tuple[object, ...]
     params: Mapping[str, Any]
+    expanded: tuple[Tensor, Tensor] | None = None
+
+    def with_expanded(self, pack: Callable[[Tensor], Tensor]) -> LayerCall:
+        """With expanded keys and values packed as others are."""
+        if self.expanded is None:
+            return self
+        key, value = self.expanded
+        return self._replace(expanded=(pack(key), pack(value)))
 
     def with_bias(self, batch: int, heads: int, first: Tensor) -> LayerCall:
         """With the bias as `KeyBias` takes it. first: int32 [batch].
@@ -142,7 +155,7 @@ class PagedLayers:
             raise InputError(f"cache must be an fa.kv.Cache, got {type(cache).__name__}")
         self.cache = cache
         self.plans: dict[tuple[Any, ...], Plan] = {}
-        self._attentions: dict[tuple[Any, ...], CascadeAttention] = {}
+        self._attentions: dict[tuple[Any, ...], BatchBase] = {}
         self._step: Step | None = None
         self._appended: set[int] = set()
         self._planned: set[tuple[Any, ...]] = set()
@@ -161,7 +174,8 @@ class PagedLayers:
     ) -> Tensor:
         """Attention of a layer over packed rows, whose keys and values are appended first.
 
-        query: [num_tokens, num_q_heads, head_dim]; key, value: [num_tokens, num_kv_heads, ...].
+        query: [num_tokens, num_q_heads, head_dim]; key, value: [num_tokens, num_kv_heads, ...],
+        latents and k_rope of latent attention; `call.expanded` likewise.
         Returns [num_tokens, num_q_heads, head_dim_v].
         """
         step, cache = self._step, self.cache
@@ -170,22 +184,58 @@ class PagedLayers:
         if layer not in self._appended:
             step.append(layer, key, value)
             self._appended.add(layer)
-        kind = (group, call.parts, query.shape[1], query.dtype)
+        kind = (group, call.parts, query.shape[1], query.dtype, call.expanded is not None)
         attention = self._attentions.get(kind)
         if attention is None:
-            spec = cache.spec.groups[group]
-            attention = self._attentions[kind] = CascadeAttention(
-                call.extend(as_variant(spec.variant)), num_q_heads=query.shape[1],
-                num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-                head_dim_v=spec.head_dim_v, q_dtype=query.dtype, device=cache.device,
-                kv_dtype=None if all(spec.formats) else cache.spec.dtype, kv_format=spec.formats,
-            )  # fmt: skip
+            attention = self._attentions[kind] = self._made(group, call, query)
         if kind not in self._planned:
-            self.plans[kind] = step.plan(attention, group)
+            if call.expanded is None:
+                self.plans[kind] = step.plan(attention, group)
+            else:
+                assert isinstance(attention, BatchAttention)
+                self.plans[kind] = attention.plan(step.q_indptr, Ragged(step.q_indptr))
             self._planned.add(kind)
-        out = attention.run(query, *cache.tensors(layer), scale=call.scaling, **call.params)
+        if call.expanded is not None:
+            keys: tuple[Any, ...] = call.expanded
+        elif cache.spec.groups[group].v_in_k:
+            keys = (cache.latents(layer),)
+        else:
+            keys = cache.tensors(layer)
+        out = attention.run(query, *keys, scale=call.scaling, **call.params)
         assert isinstance(out, Tensor)
         return out
+
+    def _made(self, group: int, call: LayerCall, query: Tensor) -> BatchBase:
+        """What attends in layers of a group."""
+        spec, (_, num_q_heads, _) = self.cache.spec.groups[group], query.shape
+        variant = call.extend(as_variant(spec.variant))
+        if call.expanded is not None:
+            key, value = call.expanded
+            return BatchAttention(
+                variant, num_q_heads=num_q_heads, num_kv_heads=key.shape[1],
+                head_dim=key.shape[2], head_dim_v=value.shape[2], q_dtype=query.dtype,
+                kv_dtype=key.dtype, device=self.cache.device,
+            )  # fmt: skip
+        kv_format = spec.formats[0] if spec.v_in_k else spec.formats
+        return CascadeAttention(
+            variant, num_q_heads=num_q_heads, num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim, head_dim_v=spec.head_dim_v, v_in_k=spec.v_in_k,
+            q_dtype=query.dtype, device=self.cache.device, kv_format=kv_format,
+            kv_dtype=None if all(spec.formats) else self.cache.spec.dtype,
+        )  # fmt: skip
+
+    @property
+    def has_mask_params(self) -> bool:
+        """Whether a group has params of its mask, which plans over pages alone are given."""
+        return any(group.mask_params for group in self.cache.spec.groups)
+
+    def new_prompts(self) -> int:
+        """Tokens of the longest sequence of the step, if all begin in it, else 0."""
+        step = self._step
+        assert step is not None
+        if any(seq.kv_len for seq in step.sequences):
+            return 0
+        return max((b - a for a, b in itertools.pairwise(step.q_indptr.tolist())), default=0)
 
     @property
     def is_complete(self) -> bool:

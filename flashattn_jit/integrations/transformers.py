@@ -156,6 +156,7 @@ def lazy_mask(
     if isinstance(attention_mask, LazyMask):
         return attention_mask
     config = kwargs.get("config")
+    _latent.prepare_family(config)
     if _own_attention.computes_with_masks(config):
         from transformers.masking_utils import eager_mask
 
@@ -218,21 +219,27 @@ def attention_forward(
             mask and `module` is causal, where eager and sdpa differ.
         TraceError: the mask function of the model cannot be compiled to a kernel.
     """
-    _latent.prepare(module)
-    absorbed = None
+    _latent.prepare(type(module))
+    absorbed, expanded = None, None
     if isinstance(key, _latent.Latents):
-        if kwargs.get("cache") is not None or not key.are_absorbed_for(query):
+        handles = key.handles()
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if kwargs.get("cache") is None and key.are_absorbed_for(query):
+            absorbed = key.projections
+            query = key.absorbed_query(query)
+            key, value = key.rows() if handles is None else handles
+        elif handles is None:
             key, value = key.expanded()
         else:
-            absorbed = key.projections
-            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-            query, key, value = key.absorbed(query)
+            expanded = key.expanded()
+            key, value = handles
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
     if isinstance(key, PagedRows) and isinstance(value, PagedRows):
         _refuse(module, dropout, kwargs)
-        return _over_pages(
-            module, query, key, value, attention_mask, scaling, softcap, s_aux, position_bias
-        ), None
+        given: dict[str, Any] = {"cap": softcap, "bias": position_bias, "sink": s_aux}
+        call = _call_over_pages(module, query, key, attention_mask, scaling, parts, given, expanded)
+        over_pages: Tensor = key.owner.attend(query, key, value, call)
+        return over_pages if absorbed is None else absorbed.output(over_pages), None
     if not isinstance(key, Tensor) or not isinstance(value, Tensor):
         raise InputError(
             f"key and value must be tensors, got {type(key).__name__} and {type(value).__name__}"
@@ -245,7 +252,7 @@ def attention_forward(
                 f"{type(module).__name__}: continuous batching is not served with a position bias, "
                 "attention weights or a mask as a tensor"
             )
-        given: dict[str, Any] = {"cap": softcap, "sink": s_aux}
+        given = {"cap": softcap, "sink": s_aux}
         params: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         extend = functools.partial(_extend, parts=parts)
         kwargs["is_causal"] = is_causal
@@ -272,8 +279,8 @@ def attention_forward(
     elif isinstance(attention_mask, Tensor):
         as_bool = attention_mask.dtype == torch.bool
         chosen = _dense_variant(as_bool, parts)
-        expanded = _expand("attention_mask", attention_mask, query, kv_len)
-        params["keep" if as_bool else "mask_bias"] = expanded
+        whole = _expand("attention_mask", attention_mask, query, kv_len)
+        params["keep" if as_bool else "mask_bias"] = whole
     elif attention_mask is not None:
         raise InputError(
             f"attention_mask is of type {type(attention_mask).__name__}; it must be a tensor "
@@ -296,18 +303,17 @@ def attention_forward(
     return out if absorbed is None else absorbed.output(out), None
 
 
-def _over_pages(
+def _call_over_pages(
     module: torch.nn.Module,
     query: Tensor,
     key: PagedRows,
-    value: PagedRows,
     mask: Tensor | LazyMask | None,
     scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    position_bias: Tensor | None,
-) -> Tensor:
-    """Attention of a layer whose keys and values lie in pages; see `_paged_rows`."""
+    parts: _Parts,
+    given: dict[str, Any],
+    expanded: tuple[Tensor, Tensor] | None,
+) -> LayerCall:
+    """The call of a layer whose keys and values lie in pages; see `_paged_rows`."""
     if mask is not None and not isinstance(mask, LazyMask):
         raise InputError(
             f"{type(module).__name__} has a mask of its own of type {type(mask).__name__}; over "
@@ -318,13 +324,9 @@ def _over_pages(
             f"{type(module).__name__} has {query.shape[2]} queries and {key.rows.shape[2]} keys: "
             "cross attention is not served over pages; use a cache of transformers"
         )
-    parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
-    given = {"cap": softcap, "bias": position_bias, "sink": s_aux}
     params = {name: x for name, x in given.items() if x is not None}
     extend = functools.partial(_extend, parts=parts, bias=KeyBias)
-    call = LayerCall(mask, scaling, extend, parts, params)
-    out: Tensor = key.owner.attend(query, key, value, call)
-    return out
+    return LayerCall(mask, scaling, extend, parts, params, expanded)
 
 
 def _refuse_dropout(dropout: float) -> None:
