@@ -1,6 +1,6 @@
 """Latent attention (MLA) on this CPU: decode over rows of 512 + 64, its bounds and its peers.
 
-    python -m benchmarks.latent [--only decode codes prefill] [--vllm FOLDER] [--save]
+    python -m benchmarks.kv.latent [--only decode codes prefill] [--vllm FOLDER] [--save]
 
 bf16, pages of 16, 4,096 keys a request, random data. Three caches take turns, so that none is warm.
 Peers of decode: the same absorbed products in eager torch; the expansion of all keys and values at

