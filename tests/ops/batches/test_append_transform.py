@@ -70,7 +70,9 @@ def rotated(
 
 
 @every_target
-@pytest.mark.parametrize(("heads", "dim", "dim_v"), [(1, 64, 64), (3, 10, 7), (5, 128, 40)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dim_v"), [(1, 64, 64), (3, 10, 7), (5, 128, 40), (2, 576, 512)]
+)
 def test_a_norm_and_a_rotation_of_keys(target, dtype, heads, dim, dim_v) -> None:
     """Heads that do not fill warps, rows that do not fill vectors; values are copied."""
     k, v, weight = rows(dtype, heads, dim), rows(dtype, heads, dim_v, 1), torch.rand(dim) + 0.5

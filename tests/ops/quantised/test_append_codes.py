@@ -73,7 +73,7 @@ def check(cache: fa.kv.Stored, wanted: fa.kv.Stored, fill: int = 77) -> None:
 
 @pytest.mark.parametrize("target", [default_target(), other_target()])
 @pytest.mark.parametrize("kv_format", turn(1, OWN) + turn(2, OWN) + turn(3, OWN), ids=named)
-@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (40, 24)])
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (40, 24), (576, 512)])
 def test_rows_become_the_codes_of_the_quantiser(dim, dim_v, kv_format, target, monkeypatch) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_TARGET", target)
     for dtype in (torch.float32, torch.bfloat16):
@@ -100,7 +100,9 @@ def test_rows_become_the_codes_of_the_quantiser_on_cuda(target, kv_format) -> No
 
 
 @needs_nvcc
-@pytest.mark.parametrize(("dim", "group"), some([(256, 4), (6, 3), (10, 1), (96, 32)], 2))
+@pytest.mark.parametrize(
+    ("dim", "group"), [(576, 64), *some([(256, 4), (6, 3), (10, 1), (96, 32)], 2)]
+)
 def test_groups_of_any_size_on_cuda(dim: int, group: int) -> None:
     """More groups than lanes; rows of few bytes at odd strides; keys and values of two formats."""
     k_format = Format("int4", group=group, zero=True, scale_dtype=torch.bfloat16)
