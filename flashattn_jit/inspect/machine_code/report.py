@@ -124,9 +124,9 @@ class MachineCode:
 
     @property
     def _keys(self) -> int:
-        """Keys of a tile that one warp multiplies."""
-        split = self.spec.num_warps if self.spec.tile_kind == "few_row" else 1
-        return self.spec.tile_kv // split
+        """Keys of a tile that one warp multiplies: two warps share the rows of a wide tile."""
+        split = {"few_row": self.spec.num_warps, "prefill_wide": 2}
+        return self.spec.tile_kv // split.get(self.spec.tile_kind, 1)
 
 
 def kernel_model(
