@@ -32,6 +32,9 @@ struct HeldRows {
   FAJIT_INLINE HeldRows from(int64_t n, int more) const { return {rows + n, d + more}; }
 };
 
+// Whether a row of keys and one of values are at one address: latent attention.
+FAJIT_INLINE bool same_address(const void* key, const void* value) { return key == value; }
+
 // Rows [first, first + count) one by one, without those that begin on the page of the row before:
 // a row's page for the translation of addresses, of which the smallest is meant (4 KB).
 constexpr int64_t kTranslatedPage = 4096;

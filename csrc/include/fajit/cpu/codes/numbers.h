@@ -229,7 +229,8 @@ constexpr bool kWholeGroups = has_whole_groups<Numbers, Code, Dim>();
 template <class Keys, class Values, class K, class V, int Dim, int DimV>
 constexpr bool may_be_keys() {
   if constexpr (same<K, V> && !same<K, int4x2_t> && Keys::kGroups > 0 && Values::kGroups > 0)
-    return Dim / Keys::kGroups == DimV / Values::kGroups && Keys::kZeros == Values::kZeros;
+    return Dim / Keys::kGroups == DimV / Values::kGroups && Keys::kZeros == Values::kZeros &&
+           Keys::kCodebook < 0 && Values::kCodebook < 0;
   return false;
 }
 // Whether `count` keys have the same numbers as their values.
