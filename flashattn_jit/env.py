@@ -3,7 +3,8 @@
 All variables start with FLASHATTN_JIT_.
 
 * `FLASHATTN_JIT_BUILD_JOBS`: compilers that the build of this package itself runs at a time.
-* `FLASHATTN_JIT_CACHE_DIR`: folder of compiled kernels. Default: platformdirs'.
+* `FLASHATTN_JIT_CACHE_DIR`: folder of compiled kernels. Default: the platform's cache folder,
+  ~/.cache/flashattn_jit on Linux.
 * `FLASHATTN_JIT_CACHE_INSTALLED`: `0`: kernels of installed wheels are not used. Default: `1`.
 * `FLASHATTN_JIT_CACHE_MAX_BYTES`: the folder's size, such as `500M` or `2G`: when a kernel is added
   the least recently used ones go. Default: no limit.
@@ -16,7 +17,7 @@ All variables start with FLASHATTN_JIT_.
 * `FLASHATTN_JIT_CHECK_PAGES`: `1` checks that page indices are in range before each launch, which
   reads them from a device; `0` does not. Default: 1 for indices on the CPU, 0 for others.
 * `FLASHATTN_JIT_COMPILE`: `missing` compiles what the cache lacks, `always` compiles once a
-  process, `never` is an error. Default: `missing`.
+  process, `never` raises an error where a kernel is missing. Default: `missing`.
 * `FLASHATTN_JIT_CUDA_HOME`: folder of the CUDA toolkit: holds bin/nvcc. Default: $CUDA_HOME, or
   where nvcc is.
 * `FLASHATTN_JIT_CXX`: C++ compiler: a command, may have arguments. Default: $CXX, else c++.
