@@ -2,36 +2,35 @@
 
 All variables start with FLASHATTN_JIT_.
 
-| variable                  | meaning                                           | default        |
-| ------------------------- | ------------------------------------------------- | -------------- |
-| FLASHATTN_JIT_CACHE_DIR   | folder of compiled kernels                        | platformdirs'  |
-| FLASHATTN_JIT_CACHE_INSTALLED | `0`: kernels of installed wheels are not used  | `1`           |
-| FLASHATTN_JIT_CACHE_MAX_BYTES | the folder's size, such as `500M` or `2G`: when a | no limit   |
-|                           | kernel is added the least recently used ones go   |                |
-| FLASHATTN_JIT_CACHE_PATH  | further folders and pack files, searched in order | none           |
-|                           | and never written; separated by `:`               |                |
-| FLASHATTN_JIT_CACHE_REMOTE | URL of a folder that fsspec reads, searched      | none           |
-|                           | before a kernel is compiled                       |                |
-| FLASHATTN_JIT_CACHE_REMOTE_TIMEOUT_S | seconds that one look-up there may     | 20             |
-|                           | take, the transfer included                       |                |
-| FLASHATTN_JIT_CHECK_PAGES | `1` checks that page indices are in range before  | 1 for indices  |
-|                           | each launch, which reads them from a device; `0`  | on the CPU, 0  |
-|                           | does not                                          | for others     |
-| FLASHATTN_JIT_COMPILE     | `missing` compiles what the cache lacks, `always` | `missing`      |
-|                           | compiles once a process, `never` is an error      |                |
-| FLASHATTN_JIT_CUDA_HOME   | folder of the CUDA toolkit: holds bin/nvcc        | $CUDA_HOME, or |
-|                           |                                                   | where nvcc is  |
-| FLASHATTN_JIT_CXX         | C++ compiler: a command, may have arguments       | $CXX, else c++ |
-| FLASHATTN_JIT_EMULATOR_COPIES | when asynchronous copies complete in the      | `late`         |
-|                           | emulator: as `late` as waits allow, `early`, or   |                |
-|                           | at moments drawn from a seed: `random:7`          |                |
-| FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                  | see locks.py   |
-| FLASHATTN_JIT_LOCK_WAIT_S | seconds to wait for another process' build        | 300            |
-| FLASHATTN_JIT_LOG         | level of the logger `flashattn_jit`               | unset          |
-| FLASHATTN_JIT_RECORD      | file to which the manifest of the kernels that    | none           |
-|                           | ran is written when the process ends              |                |
-| FLASHATTN_JIT_TARGET      | target of calls on CPU tensors that name none: a  | the highest    |
-|                           | CPU target that this machine runs                 | that it runs   |
+* `FLASHATTN_JIT_BUILD_JOBS`: compilers that the build of this package itself runs at a time.
+* `FLASHATTN_JIT_CACHE_DIR`: folder of compiled kernels. Default: the platform's cache folder,
+  ~/.cache/flashattn_jit on Linux.
+* `FLASHATTN_JIT_CACHE_INSTALLED`: `0`: kernels of installed wheels are not used. Default: `1`.
+* `FLASHATTN_JIT_CACHE_MAX_BYTES`: the folder's size, such as `500M` or `2G`: when a kernel is added
+  the least recently used ones go. Default: no limit.
+* `FLASHATTN_JIT_CACHE_PATH`: further folders and pack files, searched in order and never written;
+  separated by `:`. Default: none.
+* `FLASHATTN_JIT_CACHE_REMOTE`: URL of a folder that fsspec reads, searched before a kernel is
+  compiled. Default: none.
+* `FLASHATTN_JIT_CACHE_REMOTE_TIMEOUT_S`: seconds that one look-up there may take, the transfer
+  included. Default: 20.
+* `FLASHATTN_JIT_CHECK_PAGES`: `1` checks that page indices are in range before each launch, which
+  reads them from a device; `0` does not. Default: 1 for indices on the CPU, 0 for others.
+* `FLASHATTN_JIT_COMPILE`: `missing` compiles what the cache lacks, `always` compiles once a
+  process, `never` raises an error where a kernel is missing. Default: `missing`.
+* `FLASHATTN_JIT_CUDA_HOME`: folder of the CUDA toolkit: holds bin/nvcc. Default: $CUDA_HOME, or
+  where nvcc is.
+* `FLASHATTN_JIT_CXX`: C++ compiler: a command, may have arguments. Default: $CXX, else c++.
+* `FLASHATTN_JIT_EMULATOR_COPIES`: when asynchronous copies complete in the emulator: as `late` as
+  waits allow, `early`, or at moments drawn from a seed: `random:7`. Default: `late`.
+* `FLASHATTN_JIT_LOCK_DIR`: node-local folder of build locks. Default: a folder of the user in
+  $XDG_RUNTIME_DIR, /dev/shm or the system's folder of temporary files.
+* `FLASHATTN_JIT_LOCK_WAIT_S`: seconds to wait for another process' build. Default: 300.
+* `FLASHATTN_JIT_LOG`: level of the logger `flashattn_jit`. Default: unset.
+* `FLASHATTN_JIT_RECORD`: file to which the manifest of the kernels that ran is written when the
+  process ends. Default: none.
+* `FLASHATTN_JIT_TARGET`: target of calls on CPU tensors that name none: a CPU target that this
+  machine runs. Default: the highest that it runs.
 
 Each is read when it is needed, so a change takes effect without a restart. The kernel templates and
 headers are in a checkout, or inside an installed package.

@@ -11,9 +11,10 @@ from dataclasses import KW_ONLY, dataclass
 
 __all__ = [
     "AbiError", "CacheError", "CompileError", "DistributedError", "EmulatorError",
-    "EmulatorFault", "FlashAttnJitError", "GradError", "InputError", "LaunchError", "ManifestError",
-    "MissingKernelError", "OutOfPages", "PackError", "ParamError", "SequenceError", "TargetError",
-    "TraceError", "UnsafeCacheError", "VariantError", "VerificationError", "WarmError",
+    "EmulatorFault", "EnvironmentVariableError", "FlashAttnJitError", "GradError", "InputError",
+    "LaunchError", "ManifestError", "MissingKernelError", "OutOfPages", "PackError", "ParamError",
+    "SequenceError", "TargetError", "TorchInputError", "TraceError", "UnsafeCacheError",
+    "VariantError", "VerificationError", "WarmError",
 ]  # fmt: skip
 
 

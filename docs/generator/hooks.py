@@ -1,7 +1,8 @@
 """MkDocs hooks: pages of files outside of docs/, and the links among all pages.
 
 In the repository links are paths from one file to another. The site has docs/ at its root and the
-files outside of it in the folder `repository`; a link to a file that is no page becomes text.
+files outside of it in the folder `repository`; a link to a file that is no page becomes text. A
+link whose text is the name of a page's file has that page's title instead.
 """
 
 from __future__ import annotations
@@ -45,6 +46,15 @@ def address(path: Path) -> str | None:
     return None
 
 
+def titles(nav: Any) -> dict[str, str]:
+    """The titles that the navigation gives to pages, by address."""
+    found: dict[str, str] = {}
+    for entry in nav:
+        for title, inside in entry.items() if isinstance(entry, dict) else ():
+            found |= {inside: title} if isinstance(inside, str) else titles(inside)
+    return found
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages of files outside of docs/; Python files become listings."""
     for path in (path for pattern in OUTSIDE for path in sorted(ROOT.glob(pattern))):
@@ -66,6 +76,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite links that cross the border of docs/, and drop what is for the tests alone."""
     uri = page.file.src_uri
     source = sources.get(uri, DOCS / uri)
+    named = titles(config["nav"])
 
     def rewrite(found: re.Match[str]) -> str:
         text, link, anchor = found[1], found[2], found[3] or ""
@@ -75,6 +86,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         to = address(target)
         if to is None:
             return text
+        if text.endswith(".md"):
+            text = named.get(to, text)
         return f"[{text}]({posixpath.relpath(to, posixpath.dirname(uri) or '.')}{anchor})"
 
     return LINK.sub(rewrite, PIPES.sub(code_with_pipes, HIDDEN.sub("", markdown)))

@@ -29,9 +29,16 @@ class Counters:
 class GroupStats:
     """A group's pages: num_pages = free + used + evictable.
 
-    used: named by at least one sequence that is open and not suspended. shared: by more than one.
-    evictable: cached prefixes, which go when room is needed. evicted, reclaimed, copied: pages so
-    far that were evicted, that a mask gave up, and that were copied before a write (forks).
+    Args:
+        num_pages: all pages, without the null page.
+        free: pages that hold nothing.
+        used: pages named by at least one sequence that is open and not suspended.
+        evictable: pages of cached prefixes that no sequence uses; they go when room is needed.
+        shared: used pages that more than one sequence names.
+        page_bytes: bytes of a page in all layers of the group.
+        evicted: pages so far whose prefix went, to make room.
+        reclaimed: pages so far that a mask gave up.
+        copied: pages so far that were copied before a write (forks).
     """
 
     num_pages: int
@@ -54,8 +61,15 @@ class GroupStats:
 class Stats:
     """The state of a cache, and what it did so far.
 
-    asked_tokens: of opened sequences, hit_tokens: those of them that were cached. appended_tokens:
-    of committed steps. host_bytes: of suspended sequences now; swapped_bytes: moved so far.
+    Args:
+        groups: a `GroupStats` for each group of layers.
+        num_sequences: sequences that are open.
+        num_suspended: those of them that are suspended.
+        asked_tokens: tokens of opened sequences so far.
+        hit_tokens: those of them that were cached.
+        appended_tokens: tokens of committed steps so far.
+        host_bytes: bytes of suspended sequences on the host now.
+        swapped_bytes: bytes moved to and from the host so far.
     """
 
     groups: tuple[GroupStats, ...]

@@ -173,9 +173,10 @@ class Step:
             The plan, in force for the runs that follow.
 
         Raises:
-            InputError: the attention has other heads or head dims than the group; or, where the
-                group's mask decides which pages are kept, another mask; or it would apply a hook
-                of the group's transform again. Tensors of params are compared when an attention is
+            InputError: the attention has other KV heads or head dims than the group, or other
+                query heads where the mask reads the head; or, where the group's mask decides which
+                pages are kept, another mask; or it would apply a hook of the group's transform
+                again. Tensors of params are compared when an attention is
                 first planned with them.
             SequenceError: after a commit or an abort.
 

@@ -39,10 +39,10 @@ def attention(
         q: [batch, num_q_heads, q_len, head_dim]; float32, bfloat16 or float16 on the CPU, bfloat16
             or float16 (sm_75: float16) on CUDA. Any strides with a contiguous last dim, as for k
             and v. All tensors of a call must be on one device.
-        k: [batch, num_kv_heads, kv_len, head_dim]; q's dtype on CUDA; on the CPU any of q's, int8,
-            float8_e4m3fn or float8_e5m2, or quantised ones with their scales, `fa.kv.Stored`. int8
-            without scales is an error, unless `key_mod` and `value_mod` apply them. num_kv_heads
-            divides num_q_heads.
+        k: [batch, num_kv_heads, kv_len, head_dim] of q's dtype, or an `fa.kv.Stored`, codes with
+            their scales. On the CPU also of any other dtype of q's, of float8_e4m3fn or
+            float8_e5m2, and of int8 where `key_mod` and `value_mod` scale it (int8 without is an
+            error). num_kv_heads divides num_q_heads.
         v: [batch, num_kv_heads, kv_len, head_dim_v]; dtypes as for k.
         variant: a `Variant`, a bare FlexAttention ``score_mod`` or ``mask_mod`` (told apart by its
             number of arguments), or None for plain attention.

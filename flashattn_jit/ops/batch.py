@@ -35,8 +35,9 @@ class BatchAttention(BatchBase):
         limits: bounds of later batches; see `Limits`.
         cuda_graph: keep the plan at a fixed address, so that a captured run() replays every later
             plan; needs limits. The first plan fixes the page size, the kind and block size of a
-            sparsity, the number of levels of a cascade, the largest size of a sparsity's bits, and
-            the scalar values and tensor sizes of the mask's params. q (and ragged k and v) may then
+            sparsity, the largest number of shared levels of a cascade (later plans may have fewer),
+            the largest size of a sparsity's bits, and the scalar values and tensor sizes of the
+            mask's params. q (and ragged k and v) may then
             be longer than the plan's tokens; rows past these are not written. The object, and a
             workspace passed to it, must outlive the graph.
         batch_invariant: tiles and splits depend on each request alone, so that its result is
@@ -69,13 +70,15 @@ class BatchAttention(BatchBase):
 
         Args:
             q_indptr: int32 or int64 cpu tensor [num_requests + 1]: request b has the query tokens
-                q_indptr[b] to q_indptr[b + 1], from 0 on.
+                q_indptr[b] to q_indptr[b + 1], from 0 on. A request may have more query tokens
+                than keys: under a causal mask the first ones then see no key, and their rows are 0.
             storage: `fa.Ragged` or `fa.Paged`, with kv_len keys per request.
             sparsity: `fa.BlockSparse`, `fa.TokenSparse`, `fa.Tree` or `fa.Bits`; every key by
                 default.
             q_offset: position of a request's first query token: "end" for kv_len - q_len, an int,
                 or an int tensor [num_requests].
-            **mask_params: the variant's params that its mask reads, by name; runs use these.
+            **mask_params: the variant's params that its mask reads or that are compiled in (bools
+                and strings), by name; runs use these.
 
         Tensors are referenced, not copied: page_indices, the indices and bits of a sparsity and
         the tensors of mask_params must keep their values until the last run, as the plan depends on

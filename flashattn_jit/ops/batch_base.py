@@ -24,6 +24,7 @@ from ..variants.ir.ir import unscaled_integers
 from ..variants.params import Dims
 from ..variants.variant import Variant, as_variant, is_pointwise
 from .arguments import checks
+from .arguments.by_name import by_name
 from .arguments.calls import Array, Offset, host_array, offset_array
 from .arguments.limits import Limits
 from .keys.columns import check_values_in_keys, columns
@@ -74,6 +75,10 @@ class OverFormats(NamedTuple):
 class BatchBase:
     """The base of `BatchAttention` and `CascadeAttention`: everything except plan()."""
 
+    @by_name(
+        "{}()",
+        "give a workspace as workspace=; layouts are strides: pass pages.transpose(1, 2) to run()",
+    )
     def __init__(
         self,
         variant: Variant | Callable[..., object] | None = None,
@@ -254,7 +259,10 @@ class BatchBase:
         options = self._kernels.options
         if not options.v_in_k:
             if v is None:
-                raise InputError("v is missing; only objects with v_in_k=True have it in k")
+                raise InputError(
+                    "v is missing: pass keys and values apart, such as cache[:, 0], cache[:, 1]; "
+                    "only objects with v_in_k=True have v in k"
+                )
             return k, v
         if v is not None:
             raise InputError(

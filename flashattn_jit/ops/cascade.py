@@ -15,6 +15,7 @@ from ..torch_modes import on_host
 from ..variants.binding import Bound
 from ..variants.ir.ir import keys_read_request
 from .arguments import checks
+from .arguments.by_name import by_name
 from .arguments.calls import Offset, host_array
 from .batch_base import BatchBase, Level
 from .keys.level_pages import CascadeLevel, in_cache_pages
@@ -49,6 +50,7 @@ class CascadeAttention(BatchBase):
     _levels: tuple[tuple[Formats, Decodings], ...] = ()
     _rotate_back = False
 
+    @by_name("{}.plan()", "of page tables pass fa.cascade_levels(q_indptr, paged)")
     @on_host
     def plan(
         self, levels: Sequence[CascadeLevel], /, *, q_offset: Offset = "end", **mask_params: object
@@ -59,7 +61,7 @@ class CascadeAttention(BatchBase):
             levels: outermost (shared by most) first; the last one holds the requests' own keys, and
                 is the only one if nothing is shared.
             q_offset: as for `BatchAttention.plan`; kv_len counts the keys of all levels.
-            **mask_params: the variant's params that its mask reads, by name.
+            **mask_params: as for `BatchAttention.plan`.
 
         Returns:
             The plan, which is in force for the runs that follow.
@@ -75,7 +77,8 @@ class CascadeAttention(BatchBase):
         levels = list(levels)
         if not levels:
             raise InputError(
-                "levels must be a sequence of at least one fa.CascadeLevel, the requests' own last"
+                "levels must be a sequence of at least one fa.CascadeLevel, the requests' own "
+                "last; fa.cascade_levels(q_indptr, paged) makes them of page tables"
             )
         for i, level in enumerate(levels):
             if not isinstance(level, CascadeLevel):

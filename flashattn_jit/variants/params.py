@@ -393,6 +393,8 @@ def unknown_param(
     near = difflib.get_close_matches(name, [*known, *options], 2, 0.6)[:1]
     if not near:  # short names: c for cc
         near = [n for n in known if n.startswith(name) or name.startswith(n)][:1]
+    if not near:  # a part of the name: cap for logits_soft_cap
+        near = [n for n in known if n in name.split("_")][:1]
     if name == "lses":
         text += "; lse is a result: the call returns (out, lse) with return_lse=True"
     elif name in options:

@@ -75,6 +75,27 @@ def test_links_of_the_site_lead_to_its_files(site: Path) -> None:
     assert not wrong, "\n".join(sorted(set(wrong)))
 
 
+def test_links_have_titles_of_pages(site: Path) -> None:
+    """And not the names of files, which the site does not have."""
+    for page in site.rglob("*.html"):
+        names = re.findall(r'<a href="[^"#]*/(?:#[^"]*)?">([^<]*\.md)</a>', page.read_text())
+        assert not names, f"{page.relative_to(site)}: {names}"
+
+
+def test_constructors_have_signatures(site: Path) -> None:
+    page = text_of(site / "api/batches/index.html")
+    for name in ("BatchAttention", "CascadeAttention"):
+        found = re.search(rf"{name}\(\s*variant=None,\s*\*,\s*num_q_heads,", page)
+        assert found, f"{name} shows no signature"
+    assert re.search(r"Limits\(\s*max_requests", page)
+    assert re.search(r"Paged\(\s*page_indptr", page)
+    page = text_of(site / "api/kv/index.html")
+    firsts = {"Cache": "spec", "Spec": "groups", "Group": "layers", "Format": "code"}
+    for name, first in firsts.items():
+        assert re.search(rf"\b{name}\(\s*{first}", page), f"{name} shows no signature"
+    assert "giving_back" not in page
+
+
 def test_examples_of_docstrings_are_code_on_the_site(site: Path) -> None:
     page = (site / "api/batches/index.html").read_text()
     assert "<blockquote>" not in page, "a >>> that became a quotation"

@@ -70,7 +70,9 @@ def warm(
             dtype than the queries'; one or several.
         targets: "cpu:avx2", "sm_90", ..., "host", "cpu", "cuda" or "all"; none of them need run
             here. By default a manifest's own targets, and for variants "host".
-        formats: for variants: the kinds of calls; see `planner.reachable.FORMATS`. All by default.
+        formats: for variants: the kinds of calls, "dense", "block_mask", "ragged", "paged",
+            "sparse", "cascade", "tree", "bits", "block_bits", "max_scores" or "append". All by
+            default.
         num_q_heads: for variants whose params have defaults that depend on it.
         num_kv_heads: likewise.
         params: for variants: values of params without a default. Their dtypes, ranks and strides

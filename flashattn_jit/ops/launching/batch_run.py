@@ -248,9 +248,15 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     ):
         has = row_dim(tensor) if dim == -1 else tensor.shape[dim]
         if has != wanted:
+            hint = ""
+            if paged and dim == -2 and tensor.shape[1] == wanted:
+                hint = (
+                    f"; if {name} is [pages, num_kv_heads, page_size, head_dim], pass "
+                    f"{name}.transpose(1, 2)"
+                )
             raise InputError(
                 f"{name} has {what}={has}, but the batch was made with "
-                f"{what}={wanted}; make another batch for it"
+                f"{what}={wanted}; make another batch for it{hint}"
             )
     _check_rows("q", "num_q_tokens", q.shape[0], batch.lengths.num_q_tokens, "q_indptr", options)
     if paged:

@@ -88,9 +88,16 @@ def stand_ins(variant: Variant, dims: Dims) -> dict[str, object]:
 
 
 def refuse_mask_params(variant: Variant, given: Params, mask_params: frozenset[str]) -> None:
-    """Raises ParamError for params given to a run that belong to the plan."""
+    """Raises ParamError for params given to a run that belong to the plan: the mask's, and those
+    that are compiled in."""
     for name in given:
         if name in mask_params:
+            compiled = {d.name for d in declared_params(variant) if d.param.kind == "static"}
+            if name in compiled:
+                raise ParamError(
+                    f"param {name!r} of {variant.name} is compiled in; give it when making the "
+                    f"variant or to plan({name}=...) instead of run()"
+                )
             raise ParamError(
                 f"param {name!r} of {variant.name} is read by its mask, which the plan depends on; "
                 f"give it to plan({name}=...) instead of run()"

@@ -73,14 +73,20 @@ def check_replayable(before: Variation, now: Variation) -> None:
         )
         for b in (was, new)
     ]  # fmt: skip
+    numbers = [
+        {v.known.ir.scalars[slot].name: value for slot, value in v.mask_scalars}
+        for v in (before, now)
+    ]
     modules = [[k and k.spec for k in v.kernels] for v in (before, now)]
     for what, first, second, remedy in (
         ("the storage's page_size", was.keys.page_size, new.keys.page_size, ""),
         ("the kind of sparsity", was.name, new.name, ""),
         ("the form of the key lists", *lists, ", or plan the longest lists first"),
-        ("the number of levels", was.num_levels, new.num_levels, ", or plan the most levels first"),
+        (
+            "the number of shared levels", was.num_levels, new.num_levels,
+            ", or plan the most levels first",
+        ),
         ("the structure of the variant", before.known, now.known, ""),
-        ("the numbers that the mask reads", before.mask_scalars, now.mask_scalars, ""),
         (
             "the shapes of tensors that the mask reads", *shapes,
             ", plan a sparsity's largest bits first, and give every batch as many requests (empty "
@@ -92,6 +98,16 @@ def check_replayable(before: Variation, now: Variation) -> None:
                 f"with cuda_graph=True the first plan fixes {what}: it has {first}, this plan has "
                 f"{second}; make another object for it{remedy}"
             )
+    if numbers[0] != numbers[1]:
+        changed = ", ".join(
+            f"{name} was {value}, is now {numbers[1][name]}"
+            for name, value in numbers[0].items()
+            if value != numbers[1][name]
+        )
+        raise InputError(
+            "with cuda_graph=True the first plan fixes the numbers that the mask reads: "
+            f"{changed}; make another object for it"
+        )
     if modules[0] != modules[1] or before.core.block_bytes != now.core.block_bytes:
         raise InputError(
             f"with cuda_graph=True the first plan fixes kernels and the size of plans: it has "

@@ -400,7 +400,7 @@ def test_a_fixed_batch_keeps_what_its_first_plan_fixed() -> None:
     q[:25] = b.q
     out = batch.run(q, b.k, b.v)
     check(b, Math(window=20), out[:25], None)
-    with pytest.raises(fa.InputError, match="first plan fixes the numbers that the mask reads"):
+    with pytest.raises(fa.InputError, match="the mask reads: window was 20, is now 21; make"):
         batch.plan(b.q_indptr, b.storage, window=21)
     ragged = mixed("emulated:sm_80")
     with pytest.raises(fa.InputError, match="first plan fixes the storage's page_size"):

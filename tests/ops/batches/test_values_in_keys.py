@@ -153,7 +153,7 @@ def test_errors() -> None:
         batch.run(q, k[..., :20], scale=SCALE)
     plain = fa.BatchAttention(num_q_heads=8, num_kv_heads=1, head_dim=64, q_dtype=torch.bfloat16)
     plain.plan(indptr((2,)), fa.Ragged(indptr((5,))))
-    with pytest.raises(InputError, match="v is missing"):
+    with pytest.raises(InputError, match="v is missing: pass keys and values apart"):
         plain.run(q, k)
 
 

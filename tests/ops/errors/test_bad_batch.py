@@ -52,6 +52,17 @@ def refused(error: type[Exception], text: str, made: fa.BatchAttention, *a: Any,
 # --- the object -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("made", [fa.BatchAttention, fa.CascadeAttention])
+def test_wrong_arguments_of_the_constructor_name_the_class(made: Any) -> None:
+    name = made.__name__
+    with pytest.raises(InputError, match=rf"{name}\(\) takes one .*, got 2; give a workspace as"):
+        made(torch.empty(8, dtype=torch.uint8), "NHD")
+    with pytest.raises(InputError, match=rf"{name}\(\) needs num_q_heads=, .* q_dtype=$"):
+        made(fa.Causal())
+    with pytest.raises(InputError, match=rf"{name}\(\) has no option page_size; its options are"):
+        made(fa.Causal(), **OPTIONS, page_size=16)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -224,6 +235,20 @@ def test_a_workspace_that_is_too_small_states_both_sizes() -> None:
     assert torch.equal(made.run(*inputs), before)
 
 
+# --- plans that a captured run cannot replay ------------------------------------------------------
+
+
+def test_a_plan_that_cannot_be_replayed_names_what_changed() -> None:
+    made = batch(fa.SlidingWindow(50), limits=LIMITS, cuda_graph=True)
+    made.plan(Q_INDPTR, PAGED)
+    with pytest.raises(InputError, match="the mask reads: window was 50, is now 20; make another"):
+        made.plan(Q_INDPTR, PAGED, window=20)
+    cascade = fa.CascadeAttention(fa.Causal(), limits=LIMITS, cuda_graph=True, **OPTIONS)
+    cascade.plan([OWN])
+    with pytest.raises(InputError, match="fixes the number of shared levels: it has 0, this plan"):
+        cascade.plan([level([0, 2], [0]), OWN])
+
+
 # --- params ---------------------------------------------------------------------------------------
 
 
@@ -269,6 +294,19 @@ def test_params_of_the_mask_belong_to_plan_and_others_to_run() -> None:
     assert torch.equal(made.run(*pages_, slopes=SLOPES), expected)
 
 
+def test_a_param_that_is_compiled_in_belongs_to_plan() -> None:
+    made = batch(fa.SoftCap(30.0))
+    made.plan(Q_INDPTR, PAGED, approximate=True)
+    text = r"'approximate' of SoftCap is compiled in; .* or to plan\(approximate=...\) instead"
+    with pytest.raises(ParamError, match=text):
+        made.run(*pages(), approximate=True)
+
+
+def test_a_param_of_a_longer_name_is_hinted_at() -> None:
+    with pytest.raises(ParamError, match=r"no param 'logits_soft_cap'; .* did you mean cap="):
+        batch(fa.SoftCap(30.0)).plan(Q_INDPTR, PAGED, logits_soft_cap=20.0)
+
+
 class Rotated(fa.Variant):
     """Rows of a tensor whose sizes only a run knows."""
 
@@ -291,6 +329,24 @@ def test_rows_of_a_param_that_a_plan_cannot_trace() -> None:
 def test_run_before_plan() -> None:
     with pytest.raises(InputError, match=r"run\(\) before plan\(\): nothing is planned; call plan"):
         batch().run(*packed())
+
+
+def test_pages_whose_heads_come_first() -> None:
+    made = batch()
+    made.plan(Q_INDPTR, PAGED)
+    q, k, v = pages()
+    text = r"k has num_kv_heads=4, .* make another batch for it; if k is .* k.transpose\(1, 2\)"
+    with pytest.raises(InputError, match=text):
+        made.run(q, k.transpose(1, 2), v.transpose(1, 2))
+    with pytest.raises(InputError, match=r"make another batch for it$"):
+        made.run(q, k[:, :, :1], v)
+
+
+def test_keys_and_values_in_one_tensor() -> None:
+    made = batch()
+    made.plan(Q_INDPTR, PAGED)
+    with pytest.raises(InputError, match=r"v is missing: pass .* cache\[:, 0\], cache\[:, 1\]"):
+        made.run(pages()[0], torch.stack(pages()[1:], 1))  # type: ignore[arg-type]
 
 
 def change(index: int, value: Any) -> Any:
@@ -516,10 +572,17 @@ def level(rows: list[int], pages_: list[int], tokens: Any = None, size: int = 4)
 OWN = level([0, 1, 2], [1, 2])
 
 
+def test_a_cascade_planned_with_page_tables() -> None:
+    text = r"CascadeAttention.plan\(\) takes one .*, got 2; .* fa.cascade_levels\(q_indptr, paged\)"
+    with pytest.raises(InputError, match=text):
+        fa.CascadeAttention(fa.Causal(), **OPTIONS).plan(Q_INDPTR, PAGED)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("levels", "text"),
     [
         ([], "levels must be a sequence of at least one fa.CascadeLevel"),
+        (Q_INDPTR, r"own last; fa.cascade_levels\(q_indptr, paged\) makes them"),
         (3, "levels must be a sequence of at least one fa.CascadeLevel"),
         ([level([0, 2], [-1]), OWN], r"level 0: page_indices\[0\]=-1, a page of group 0, is neg"),
         ([level([0, 2], [0], size=6), OWN], "level 0: page_size=6 is no multiple of 4, the smalle"),
