@@ -199,9 +199,11 @@ class Param:
         if type(value) not in PLAIN or value.is_nested:
             refuse_unreadable(name, value)
         if value.dim() != len(self.dims):
+            one_request = self.dims[:1] == ("batch",) and value.dim() + 1 == len(self.dims)
+            remedy = f"; for a batch of one pass {name}[None]" if one_request else ""
             raise ParamError(
                 f"param {name!r} expects {len(self.dims)} dims [{self._dims_text()}], got shape "
-                f"{list(value.shape)}"
+                f"{list(value.shape)}{remedy}"
             )
         if self.dtypes is not None and value.dtype not in self.dtypes:
             wanted = " or ".join(str(d).removeprefix("torch.") for d in self.dtypes)
@@ -378,6 +380,15 @@ _OPTIONS = (
 """Options of calls; none has all of them."""
 
 
+_OF_TORCH = {
+    "score_mod": "the variant is an argument: fa.variant(score_mod=..., mask_mod=...)",
+    "mask_mod": "the variant is an argument: fa.variant(score_mod=..., mask_mod=...)",
+    "block_mask": "tiles follow from mask_mod; fa.flex_attention takes a BlockMask",
+    "enable_gqa": "query heads that share keys need no option",
+}
+"""What stands for arguments of torch's `flex_attention`."""
+
+
 def unknown_param(
     what: str, name: str, known: Sequence[str], options: Sequence[str] = ()
 ) -> ParamError:
@@ -395,7 +406,9 @@ def unknown_param(
         near = [n for n in known if n.startswith(name) or name.startswith(n)][:1]
     if not near:  # a part of the name: cap for logits_soft_cap
         near = [n for n in known if n in name.split("_")][:1]
-    if name == "lses":
+    if name in _OF_TORCH:
+        text += f"; {_OF_TORCH[name]}"
+    elif name == "lses":
         text += "; lse is a result: the call returns (out, lse) with return_lse=True"
     elif name in options:
         text += f"; {name} is an option of other calls, see this one's signature"

@@ -320,7 +320,8 @@ class Variant:
         else chosen. dtypes: of q, k and v; all that the target takes by default. target: the
         host's best by default. seed: of the random inputs. raise_on_failure: raise
         VerificationError, which holds the report, where a case fails. params: the variant's; a
-        function of `Dims` gives each case its own. See `flashattn_jit.inspect.verify`.
+        function of `Dims` gives each case its own, such as ``slopes=lambda dims:
+        torch.rand(dims.num_q_heads)``; cases that a given tensor does not fit are skipped.
 
         >>> print(fa.ALiBi(slopes=torch.rand(12)).verify())
         """
@@ -348,7 +349,7 @@ class Variant:
 
         q, k, v: as for `fa.attention`, or dims and dtype instead of them. plot: a file to draw the
         roofline and the tile map to. target, device: the host's best by default; a GPU by name
-        (``"H100"``) need not be there. See `flashattn_jit.inspect.explain`.
+        (``"H100"``) need not be there, and takes float16 and bfloat16.
 
         >>> print(fa.SlidingWindow(4096).explain(dims={"q_len": 65536, "kv_len": 65536}))
         """
@@ -371,6 +372,11 @@ def _made_again(make: Callable[..., type[Variant]], *args: Any) -> Variant:
 
 def _compose(operation: str, *parts: Any) -> Any:
     if not all(isinstance(p, Variant) for p in parts):
+        if any(isinstance(p, types.FunctionType) for p in parts):
+            raise VariantError(
+                "a bare function has no operators: wrap it as fa.variant(mask_mod=...) or "
+                "fa.variant(score_mod=...)"
+            )
         return NotImplemented
     return upper("compose")(operation, *parts)
 
@@ -533,8 +539,12 @@ def as_variant(x: Any) -> Variant:
     if isinstance(x, CppHook):
         raise VariantError("a bare fa.cpp hook could be a score or a mask; use fa.variant(...=)")
     if not callable(x):
+        remedy = ""
+        if type(x).__name__ == "BlockMask":  # torch's, whose import takes a second
+            remedy = "; give it to fa.flex_attention(..., block_mask=...), or pass its mask_mod"
         raise VariantError(
             f"expected a Variant, a score_mod or a mask_mod function, got {type(x).__name__}"
+            f"{remedy}"
         )
     hook = _BY_ARITY.get(positional_count(x) or 0)
     if hook is None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...codegen.render import render
-from ...codegen.spec import KernelSpec, matrix_dtype
+from ...codegen.spec import KernelSpec, check_matrix_dtypes, matrix_dtype
+from ...codegen.targets import is_cuda
 from ...env import format_bytes
 from ...errors import CompileError, InputError
 from ...jit.cache.entry import KernelKey
@@ -216,8 +217,8 @@ def explain(
         **params: the variant's params.
 
     Raises:
-        InputError: neither tensors nor dims, both, or unfit ones; an unknown device, or one of
-            another target; matplotlib is missing for `plot`.
+        InputError: neither tensors nor dims, both, or unfit ones, such as fp32 tensors and a GPU;
+            an unknown device, or one of another target; matplotlib is missing for `plot`.
         ParamError, TraceError: as for `attention`.
 
     Example:
@@ -230,6 +231,8 @@ def explain(
         device = q.device.index
     target, hardware = machine(target, device)
     layout = _layout(q, k, v, dims, dtype, q_offset, kv_len)
+    if is_cuda(target) and q is not None and k is not None and v is not None:
+        check_matrix_dtypes((q, k, v), target)
     bound = variant.bind(layout.dims, params)
     problem = layout.problem()
     spec = choose(bound.ir, problem, target, (), variant.name)

@@ -55,7 +55,9 @@ def test_every_feature_on_every_target(target: str, features: tuple[str, ...]) -
             assert spec.tile_kind == "prefill_wide"
             assert set(spec.features) == set(features)
             kernel = compiled(spec)
-            assert kernel.tile == 0
+            # The larger tile of few rows spills there, and the next one is taken.
+            stepped = (target, of, spec.tile_q, features) == ("sm_80", (264, 512), 32, ())
+            assert kernel.tile == (1 if stepped else 0)
             assert_clean(kernel)
 
 

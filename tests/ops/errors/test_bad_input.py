@@ -530,3 +530,27 @@ def test_errors_are_of_the_kinds_that_python_and_torch_users_catch() -> None:
         fa.attention(q(), kv(), kv(), NEEDS)
     with pytest.raises(RuntimeError):
         fa.attention(q().requires_grad_(), kv(), kv())
+
+
+def test_what_users_of_flex_attention_write() -> None:
+    """Arguments and objects of torch's are named with what stands for them here."""
+    q = torch.zeros(1, 2, 8, 16)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu")
+    for variant, given, wanted in (
+        (None, {"block_mask": mask}, "fa.flex_attention takes a BlockMask"),
+        (None, {"score_mod": abs}, r"fa.variant\(score_mod=..., mask_mod=...\)"),
+        (fa.Causal(), {"enable_gqa": True}, "share keys need no option"),
+        (mask, {}, r"got BlockMask; give it to fa.flex_attention\(..., block_mask=...\)"),
+    ):
+        with pytest.raises(fa.FlashAttnJitError, match=wanted):
+            fa.attention(q, q, q, variant, **given)
+    with pytest.raises(fa.ParamError, match=r"pass documents\[None\]"):
+        fa.DocumentMask(torch.zeros(8, dtype=torch.int32))
+    with pytest.raises(fa.VariantError, match=r"wrap it as fa.variant\(mask_mod=...\)"):
+        fa.Causal() & (lambda b, h, i, j: i >= j)
+
+
+def test_a_gpu_explains_no_fp32_tensors() -> None:
+    q = torch.zeros(1, 2, 8, 16)
+    with pytest.raises(fa.InputError, match=r"take q, k and v of one dtype, torch\.bfloat16"):
+        fa.Causal().explain(q, q, q, device="H100")
