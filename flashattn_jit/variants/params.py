@@ -357,6 +357,7 @@ def resolve(
             if value is MISSING:
                 value = param.make_default(dims)
             if value is MISSING:
+                _refuse_unknown(declared, given, what)  # a misspelt name may be what is missing
                 raise ParamError(
                     f"{what} needs the param {name!r}"
                     + (f" [{param._dims_text()}]" if param.kind == "tensor" else "")
@@ -367,10 +368,15 @@ def resolve(
             param.check_dims(name, value, dims, free)
         values.append(value)
     if used != len(given):
-        known = [d.name for d in declared]
-        extra = [n for n in given if n not in known]
-        raise unknown_param(what, extra[0], known, _OPTIONS)
+        _refuse_unknown(declared, given, what)
     return values
+
+
+def _refuse_unknown(declared: Sequence[Declared], given: Mapping[str, object], what: str) -> None:
+    known = [d.name for d in declared]
+    for name in given:
+        if name not in known:
+            raise unknown_param(what, name, known, _OPTIONS)
 
 
 _OPTIONS = (

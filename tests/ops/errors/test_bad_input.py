@@ -550,6 +550,12 @@ def test_what_users_of_flex_attention_write() -> None:
         fa.Causal() & (lambda b, h, i, j: i >= j)
 
 
+def test_a_misspelt_param_beside_a_missing_one() -> None:
+    q = torch.zeros(1, 2, 8, 16)
+    with pytest.raises(fa.ParamError, match=r"no param 'document'.*mean documents=\?"):
+        fa.attention(q, q, q, fa.DocumentMask(), document=torch.zeros(1, 8).int())
+
+
 def test_a_gpu_explains_no_fp32_tensors() -> None:
     q = torch.zeros(1, 2, 8, 16)
     with pytest.raises(fa.InputError, match=r"take q, k and v of one dtype, torch\.bfloat16"):
