@@ -126,8 +126,9 @@ def test_the_reference_has_every_public_name() -> None:
     }
     wanted |= set(catalogue.HELPERS) | {"integrations.torch.activate"}
     wanted |= {  # what explain() and verify() return
-        "inspect.explanation.explanation.Explanation", "inspect.verification.verification.VerifyReport",
-    }  # fmt: skip
+        "inspect.explanation.explanation.Explanation",
+        "inspect.verification.verification.VerifyReport",
+    }
     assert documented == wanted
 
 
