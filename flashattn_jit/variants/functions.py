@@ -18,7 +18,7 @@ def tanh_approx(input: Tensor) -> Tensor:
     error 2^-11"), on CPUs a shorter polynomial and rational function than that of `torch.tanh`.
     Kernels of different targets give different values within the error, so a mask that compares
     them may decide differently. Exact are float64 values, what a hook computes from captured
-    tensors alone, and eager tensors, as in the reference. `fa.verify` allows for the error.
+    tensors alone, and eager tensors, as in the reference. `Variant.verify` allows for the error.
 
     >>> fa.variant(score_mod=lambda s, b, h, q, k: 50.0 * fa.tanh_approx(s / 50.0))
     """

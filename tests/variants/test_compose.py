@@ -80,8 +80,10 @@ def test_what_does_not_compose():
         ~variant()
     with pytest.raises(VariantError, match=r"both have a param 'window'.*\.named\('local'\)"):
         Window(window=1) & Window(window=2)
-    with pytest.raises(TypeError):
+    with pytest.raises(VariantError, match="a bare function has no operators"):
         Causal() & (lambda b, h, q, k: True)
+    with pytest.raises(TypeError):
+        Causal() & 3
 
 
 def test_named_prefixes():

@@ -1,1 +1,1 @@
-"""Is this variant computed right: fa.verify."""
+"""Is this variant computed right: `Variant.verify`."""
