@@ -9,7 +9,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import InputError, ParamError
-from flashattn_jit.inspect.explanation import explanation
+from flashattn_jit.inspect.explanation import explanation, plots
 
 DIMS = {"batch": 1, "num_q_heads": 4, "num_kv_heads": 2, "q_len": 500, "kv_len": 500}
 
@@ -149,6 +149,17 @@ def test_a_plot_is_drawn(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InputError, match="cannot be written"):
         fa.Causal().explain(dims=DIMS, plot=tmp_path / "out.nonsense")
+
+
+def test_cells_of_the_picture_end_where_tiles_do():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    tiles = fa.SlidingWindow(100).explain(dims={"q_len": 700, "kv_len": 650}).tiles
+    axes = figure.subplots()
+    plots._draw_tiles(axes, figure, tiles)
+    left, right, bottom, top = axes.images[0].get_extent()
+    rows, columns = axes.images[0].get_array().shape
+    assert (left, top, right, bottom) == (0, 0, columns * tiles.tile_kv, rows * tiles.tile_q)
+    assert (*axes.get_xlim(), *axes.get_ylim()) == (0, 650, 700, 0)
 
 
 def test_a_plot_without_matplotlib_is_an_error_that_names_the_extra(monkeypatch, tmp_path):

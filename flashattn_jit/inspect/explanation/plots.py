@@ -91,11 +91,18 @@ def _draw_tiles(axes: Any, figure: Any, tiles: Tiles) -> None:
     grid = tiles.runs[0].grid if tiles.runs else None
     extent = None
     if grid is not None and grid.q_end > grid.q_begin and grid.kv_end > grid.kv_begin:
-        extent = (grid.kv_begin, grid.kv_end, grid.q_end, grid.q_begin)
+        # Of whole tiles: the last ones may reach beyond the positions, which are what is shown.
+        extent = (
+            grid.kv_begin, grid.kv_begin + grid.num_kv_tiles * tiles.tile_kv,
+            grid.q_begin + grid.num_q_tiles * tiles.tile_q, grid.q_begin,
+        )  # fmt: skip
     image = axes.imshow(
         coverage, vmin=0, vmax=1, cmap="Blues", aspect="auto", interpolation="nearest",
         extent=extent,
     )  # fmt: skip
+    if grid is not None and extent is not None:
+        axes.set_xlim(grid.kv_begin, grid.kv_end)
+        axes.set_ylim(grid.q_end, grid.q_begin)
     figure.colorbar(image, ax=axes, label="share of tiles visited")
     axes.set(
         title=f"tiles {tiles.tile_q} x {tiles.tile_kv}: {tiles.counts.visited_share:.1%} visited",
