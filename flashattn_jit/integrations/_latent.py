@@ -66,7 +66,7 @@ class Latents:
         """Whether queries [batch, num_q_heads, q_len, dim] attend to latents themselves."""
         rank, rope = self._latent.shape[-1], self._k_rope.shape[-1]
         if (found := self.handles()) is not None:
-            new = found[0].owner.new_prompts()
+            new = found[0].owner.new_prompts(query.shape[2])
             return not new or self.projections.prefers_absorbed(new, new, rope)
         if query.is_cuda and not has_tiles((rank + rope, rank), device_target(query.device.index)):
             return False

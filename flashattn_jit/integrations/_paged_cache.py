@@ -63,8 +63,7 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class OverPages(transformers.Cache):
     """What caches of transformers over an `fa.kv.Cache` have in common.
 
-    pages: the cache. length: tokens of the longest row, as the model counts them. new_length: those
-    of the forward pass.
+    pages: the cache. length: tokens of the longest row, as the model counts them.
     """
 
     needs_use_cache = True
@@ -73,12 +72,11 @@ class OverPages(transformers.Cache):
     def __init__(self, cache: kv.Cache) -> None:
         self.paged = PagedLayers(cache)
         self.pages = cache
-        self.length = self.new_length = 0
+        self.length = 0
         super().__init__(layers=[PagesLayer(self, i) for i in range(cache.spec.num_layers)])
 
     def rows(self, key: Tensor, value: Tensor, layer: int) -> tuple[PagedRows, PagedRows]:
         """Handles of a layer's keys and values, the new ones included."""
-        self.new_length = key.shape[2]
         kv_len = self.length + key.shape[2]
         return PagedRows(key, kv_len, layer, self), PagedRows(value, kv_len, layer, self)
 
@@ -86,9 +84,9 @@ class OverPages(transformers.Cache):
         """[batch, q_len, num_q_heads, head_dim_v]: the attention function's work on handles."""
         raise NotImplementedError
 
-    def new_prompts(self) -> int:
+    def new_prompts(self, q_len: int) -> int:
         """Tokens of the longest sequence of the forward pass, where all begin in it and no group
-        has params of its mask; else 0."""
+        has params of its mask; else 0. q_len: tokens of a row of the pass."""
         return 0 if self.paged.has_mask_params else self.paged.new_prompts()
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
@@ -242,9 +240,9 @@ class PagedCache(OverPages):
             row.seq.close()
         self._batch = []
 
-    def new_prompts(self) -> int:
+    def new_prompts(self, q_len: int) -> int:
         """See `OverPages.new_prompts`."""
-        return 0 if self.length or self.paged.has_mask_params else self.new_length
+        return 0 if self.length or self.paged.has_mask_params else q_len
 
     # --- what generate() does with caches ---------------------------------------------------------
 

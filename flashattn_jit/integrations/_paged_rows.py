@@ -184,6 +184,12 @@ class PagedLayers:
         if layer not in self._appended:
             step.append(layer, key, value)
             self._appended.add(layer)
+        if call.expanded is not None:
+            keys: tuple[Any, ...] = call.expanded
+        elif cache.spec.groups[group].v_in_k:
+            keys = (cache.latents(layer),)
+        else:
+            keys = cache.tensors(layer)
         kind = (group, call.parts, query.shape[1], query.dtype, call.expanded is not None)
         attention = self._attentions.get(kind)
         if attention is None:
@@ -195,12 +201,6 @@ class PagedLayers:
                 assert isinstance(attention, BatchAttention)
                 self.plans[kind] = attention.plan(step.q_indptr, Ragged(step.q_indptr))
             self._planned.add(kind)
-        if call.expanded is not None:
-            keys: tuple[Any, ...] = call.expanded
-        elif cache.spec.groups[group].v_in_k:
-            keys = (cache.latents(layer),)
-        else:
-            keys = cache.tensors(layer)
         out = attention.run(query, *keys, scale=call.scaling, **call.params)
         assert isinstance(out, Tensor)
         return out

@@ -73,10 +73,6 @@ def check_replayable(before: Variation, now: Variation) -> None:
         )
         for b in (was, new)
     ]  # fmt: skip
-    numbers = [
-        {v.known.ir.scalars[slot].name: value for slot, value in v.mask_scalars}
-        for v in (before, now)
-    ]
     modules = [[k and k.spec for k in v.kernels] for v in (before, now)]
     for what, first, second, remedy in (
         ("the storage's page_size", was.keys.page_size, new.keys.page_size, ""),
@@ -98,11 +94,13 @@ def check_replayable(before: Variation, now: Variation) -> None:
                 f"with cuda_graph=True the first plan fixes {what}: it has {first}, this plan has "
                 f"{second}; make another object for it{remedy}"
             )
-    if numbers[0] != numbers[1]:
+    if before.mask_scalars != now.mask_scalars:
         changed = ", ".join(
-            f"{name} was {value}, is now {numbers[1][name]}"
-            for name, value in numbers[0].items()
-            if value != numbers[1][name]
+            f"{now.known.ir.scalars[slot].name} was {first}, is now {second}"
+            for (slot, first), (_, second) in zip(
+                before.mask_scalars, now.mask_scalars, strict=True
+            )
+            if first != second
         )
         raise InputError(
             "with cuda_graph=True the first plan fixes the numbers that the mask reads: "

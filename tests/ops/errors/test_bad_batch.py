@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.errors import GradError, InputError, ParamError, TargetError, VariantError
+from flashattn_jit.errors import GradError, InputError, ParamError, TargetError
 
 OPTIONS: dict[str, Any] = {
     "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "q_dtype": torch.float32,
@@ -243,10 +243,6 @@ def test_a_plan_that_cannot_be_replayed_names_what_changed() -> None:
     made.plan(Q_INDPTR, PAGED)
     with pytest.raises(InputError, match="the mask reads: window was 50, is now 20; make another"):
         made.plan(Q_INDPTR, PAGED, window=20)
-    cascade = fa.CascadeAttention(fa.Causal(), limits=LIMITS, cuda_graph=True, **OPTIONS)
-    cascade.plan([OWN])
-    with pytest.raises(InputError, match="fixes the number of shared levels: it has 0, this plan"):
-        cascade.plan([level([0, 2], [0]), OWN])
 
 
 # --- params ---------------------------------------------------------------------------------------
@@ -554,96 +550,3 @@ def test_trees_that_cannot_be() -> None:
     short = fa.Ragged(torch.tensor([0, 10, 12, 12, 40]))
     refused(InputError, "request 1 has q_len=3 draft tokens, but kv_len=2", made, Q_INDPTR, short,
             sparsity=good)  # fmt: skip
-
-
-# --- cascades -------------------------------------------------------------------------------------
-
-
-def level(rows: list[int], pages_: list[int], tokens: Any = None, size: int = 4) -> fa.CascadeLevel:
-    count = len(rows) - 1
-    each = len(pages_) // max(1, count)
-    storage = fa.Paged(
-        torch.arange(count + 1) * each, torch.tensor(pages_, dtype=torch.int32),
-        torch.full((count,), 4), size,
-    )  # fmt: skip
-    return fa.CascadeLevel(torch.tensor(rows), storage, tokens)
-
-
-OWN = level([0, 1, 2], [1, 2])
-
-
-def test_a_cascade_planned_with_page_tables() -> None:
-    text = r"CascadeAttention.plan\(\) takes one .*, got 2; .* fa.cascade_levels\(q_indptr, paged\)"
-    with pytest.raises(InputError, match=text):
-        fa.CascadeAttention(fa.Causal(), **OPTIONS).plan(Q_INDPTR, PAGED)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    ("levels", "text"),
-    [
-        ([], "levels must be a sequence of at least one fa.CascadeLevel"),
-        (Q_INDPTR, r"own last; fa.cascade_levels\(q_indptr, paged\) makes them"),
-        (3, "levels must be a sequence of at least one fa.CascadeLevel"),
-        ([level([0, 2], [-1]), OWN], r"level 0: page_indices\[0\]=-1, a page of group 0, is neg"),
-        ([level([0, 2], [0], size=6), OWN], "level 0: page_size=6 is no multiple of 4, the smalle"),
-        ([level([0, 2], [0]), level([0, 1, 2], [1, -1], size=8), OWN],
-         r"level 1: page_indices\[1\]=-1, a page of group 1, is negative"),
-        ([level([0, 2], [0]), replace(OWN, storage=replace(OWN.storage, page_size=8, last_page_len=
-         torch.tensor([8, 9]))), OWN], r"last_page_len of level 1\[1\]=9: group 1 of level 1 has"),
-        ([level([0, 2], [0]), fa.CascadeLevel(OWN.q_indptr, replace(OWN.storage, page_size=8,
-         last_page_len=torch.tensor([8, 9])))], r"last_page_len\[1\]=9: request 1 has 1 pages"),
-        ([level([0, 2], [0], size=2), OWN], "last_page_len of level 0.0.=4.* to page_size=2"),
-        ([PAGED, OWN], r"levels\[0\] must be an fa.CascadeLevel, got Paged"),
-        ([level([0, 2], [0], torch.tensor([0, 2])), OWN], r"tokens of level 0\[1\]=2 in group 0"),
-        ([level([0, 3], [0]), OWN], "q_indptr of level 0 ends at 3, but there are 2 packed tokens"),
-        ([level([0, 2], [0], torch.tensor([0, 0])), OWN], "token 0|tokens of request 0"),
-        ([OWN, level([0, 1, 2], [1, 2], torch.tensor([0, 1]))], "last level is the requests' own"),
-    ],
-)  # fmt: skip
-def test_levels_that_cannot_be(levels: list[Any], text: str) -> None:
-    made = fa.CascadeAttention(None, **OPTIONS)
-    made.plan([level([0, 2], [0]), OWN])
-    q, k, v = torch.randn(2, 4, 16), torch.randn(3, 4, 2, 16), torch.randn(3, 4, 2, 16)
-    before = made.run(q, k, v)
-    with pytest.raises(InputError, match=text):
-        made.plan(levels)
-    assert torch.equal(made.run(q, k, v), before)
-
-
-def test_pages_of_levels_that_do_not_fit() -> None:
-    made = fa.CascadeAttention(None, **OPTIONS)
-    made.plan([level([0, 2], [0, 5]), OWN])
-    q, k, v = torch.randn(2, 4, 16), torch.randn(3, 4, 2, 16), torch.randn(3, 4, 2, 16)
-    with pytest.raises(
-        InputError, match=r"level 0: page_indices\[1\]=5, a page of group 0, is out"
-    ):
-        made.run(q, k, v)
-
-
-def test_hooks_that_shared_keys_cannot_serve() -> None:
-    weights = torch.ones(2)
-    variant = fa.variant(key_mod=lambda row, b, kv_h, kv_idx: row * weights[b])
-    made = fa.CascadeAttention(variant, **OPTIONS)
-    with pytest.raises(VariantError, match="reads the request b, but the keys of a cascade are of"):
-        made.plan([level([0, 2], [0]), OWN])
-    made.plan([OWN])  # nothing is shared
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((Q_INDPTR, PAGED, 0), "min_shared_pages=0 must be at least 1"),
-        ((Q_INDPTR, PAGED, 1.0), "min_shared_pages must be an int, got float"),
-        ((Q_INDPTR[:3], PAGED), "page_indptr has 5 entries, q_indptr 3"),
-        ((torch.tensor([0, 2, 1, 3, 3]), PAGED), "q_indptr descends at request 1"),
-        ((Q_INDPTR, fa.Ragged(KV_INDPTR)), "paged must be an fa.Paged, got Ragged"),
-        (
-            (Q_INDPTR, replace(PAGED, page_indices=None)),
-            "page_indices must be an int32 or int64 tensor",
-        ),
-        ((Q_INDPTR, replace(PAGED, page_indices=torch.arange(9))), "page_indptr ends at 11, but"),
-    ],
-)
-def test_page_tables_without_levels(arguments: tuple[Any, ...], text: str) -> None:
-    with pytest.raises(InputError, match=text):
-        fa.cascade_levels(*arguments)

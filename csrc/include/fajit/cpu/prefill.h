@@ -278,7 +278,9 @@ class Prefill {
   }
 
   // Whether rows of V need no conversion, and such a row.
-  FAJIT_INLINE bool has_matrix_values() const { return kValuesInPlace || values_are_keys_; }
+  FAJIT_INLINE bool has_matrix_values() const {
+    return kValuesInPlace || (kMayBeKeys && values_are_keys_);
+  }
   FAJIT_INLINE const Matrix* matrix_value(int n) const {
     if constexpr (kValuesInPlace) return kv_.values()(n);
     else return k_rows_ + int64_t{n} * kKRow;
