@@ -104,3 +104,11 @@ def show_recommendation(*args: Any) -> Any:
     from .inspect.explanation import kv_capacity
 
     return kv_capacity.show_recommendation(*args)
+
+
+@provide
+def over_mesh(*args: Any) -> Any:
+    """`BatchAttention` and `CascadeAttention` with a mesh."""
+    from .distributed import mesh_batch
+
+    return mesh_batch.over_mesh(*args)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,6 +27,7 @@ from .costs import (
     way_of_states,
 )
 from .dealt_batch import DealtBatch, Whole, held, places
+from .digests import digest
 from .group import NO_DIGEST, Ranks
 from .heads import ByHeads, all_rows, kv_heads_of
 from .needs import Pages
@@ -290,17 +289,11 @@ class ContextParallel:
     def _digest(self, planned: _Planned, bound: Bound) -> bytes:
         """Equal on all ranks that plan the same."""
         made = {k: v for k, v in self._made.items() if k not in ("device", "target")}
-        text = hashlib.sha256(repr((made, bound.ir, planned.way.name)).encode())
-        for array in (*planned.requests, *planned.shares[:3], *planned.pages[1:]):
-            text.update(array.tobytes())
-        slots, numbers = bound.structure.mask_slots
-        text.update(repr([bound.scalars[s] for s in numbers]).encode())
-        for slot in slots:
-            tensor = bound.tensors[slot]
-            if tensor.is_cpu:
-                data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-                text.update(repr((tensor.shape, zlib.crc32(data.data))).encode())
-        return text.digest()
+        return digest(
+            (made, planned.way.name),
+            (*planned.requests, *planned.shares[:3], *planned.pages[1:]),
+            bound,
+        )
 
     # --- running ----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import torch
 from ..torch_modes import on_host
 from .arguments.calls import Offset
 from .batch_base import BatchBase
+from .keys.level_pages import CascadeLevel
 from .keys.sparsity import Sparsity
 from .keys.storage import Storage
 from .plan import Plan
@@ -43,6 +44,15 @@ class BatchAttention(BatchBase):
         batch_invariant: tiles and splits depend on each request alone, so that its result is
             bitwise independent of the rest of the batch.
         target: as for `fa.attention`; the default is resolved when the object is made.
+        mesh: a `torch.distributed.DeviceMesh` of one dim, over whose ranks keys are divided; see
+            `divided`. All ranks make the same calls in the same order.
+        divided: what a mesh divides. "pages": page i of each request, counted from its first key
+            through all levels, is with rank i % num_ranks; q and results are equal on all ranks.
+            "pages_heads": likewise, but each rank has its share of the heads of q and of results,
+            as in tensor parallel layers. "requests_heads": each rank plans requests of its own,
+            with all their keys; q and results have the rows of all ranks, in the order of the
+            ranks, and the rank's share of the heads: for caches with fewer heads than ranks, such
+            as latents.
 
     Raises:
         InputError, TargetError, VariantError: an argument is out of range or unknown.
@@ -74,11 +84,14 @@ class BatchAttention(BatchBase):
                 than keys: under a causal mask the first ones then see no key, and their rows are 0.
             storage: `fa.Ragged` or `fa.Paged`, with kv_len keys per request.
             sparsity: `fa.BlockSparse`, `fa.TokenSparse`, `fa.Tree` or `fa.Bits`; every key by
-                default.
+                default; none over a mesh that divides pages.
             q_offset: position of a request's first query token: "end" for kv_len - q_len, an int,
                 or an int tensor [num_requests].
             **mask_params: the variant's params that its mask reads or that are compiled in (bools
                 and strings), by name; runs use these.
+
+        Over a mesh that divides pages, storage has the pages of all ranks; entries of page_indices
+        for pages of other ranks have no meaning, and may be -1.
 
         Tensors are referenced, not copied: page_indices, the indices and bits of a sparsity and
         the tensors of mask_params must keep their values until the last run, as the plan depends on
@@ -93,8 +106,14 @@ class BatchAttention(BatchBase):
             ParamError: a param of the mask is missing, or one is not the mask's.
             CompileError: a kernel was needed that no cache has, and the compiler failed.
             LaunchError: the stream is being captured in a CUDA graph.
+            DistributedError: another rank of the mesh failed, or was given something else.
 
         Example:
             >>> plan = batch.plan(q_indptr, paged)
         """
-        return self._plan(q_indptr, storage, (), sparsity, q_offset, mask_params)
+        if self._mesh is None:
+            return self._plan(q_indptr, storage, (), sparsity, q_offset, mask_params)
+        return self._mesh.plan(  # type: ignore[no-any-return]
+            [CascadeLevel(q_indptr, storage)], sparsity, q_offset, mask_params,
+            lambda: self._plan(q_indptr, storage, (), sparsity, q_offset, mask_params),
+        )  # fmt: skip

@@ -15,6 +15,7 @@ from .. import _C
 from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, target_on_device
 from ..errors import InputError
 from ..formats import Formats, KvFormat, Stored, kv_bytes, read_formats
+from ..late_binding import upper
 from ..stored_hooks import Decodings, check_partial, codes_of, decoded, decodings
 from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.binding import Bound
@@ -97,11 +98,13 @@ class BatchBase:
         cuda_graph: bool = False,
         batch_invariant: bool = False,
         target: str | None = None,
+        mesh: object = None,
+        divided: str = "pages",
     ) -> None:
         self._formats = read_formats(kv_format)
         if kv_dtype is not None and None not in self._formats:
             raise InputError("kv_format says the dtypes of codes; give no kv_dtype beside it")
-        self._given = as_variant(variant)
+        self.given = as_variant(variant)
         own = checks.check_device(device)
         self._kv_dtype = kv_dtype
         kv_dtype = q_dtype if kv_dtype is None else kv_dtype
@@ -125,7 +128,7 @@ class BatchBase:
         if v_in_k:
             check_values_in_keys(head_dim, head_dim_v, self._formats)
         decodings(self._formats, head_dim, head_dim_v)  # raises before anything is resolved
-        self.pointwise = is_pointwise(self._given)  # then runs have no lse
+        self.pointwise = is_pointwise(self.given)  # then runs have no lse
         if limits is not None and not isinstance(limits, Limits):
             raise InputError(f"limits must be an fa.Limits, got {type(limits).__name__}")
         if cuda_graph and limits is None:
@@ -148,11 +151,21 @@ class BatchBase:
         self._planned: Planned | MixedPlanned | None = None
         self.number = next(_numbers)  # identifies the object in graphs
         _objects[self.number] = self
+        self._mesh = None if mesh is None else upper("over_mesh")(self, mesh, divided)
 
     def __reduce__(self) -> Any:
         # A copy has the same options, another number, and no plan.
+        if self._mesh is not None:
+            raise InputError(
+                f"a {type(self).__name__} with a mesh belongs to the process group of its rank and "
+                "cannot be copied or pickled; make one on each rank"
+            )
+        return _made_again, (type(self), self.given, self.made())
+
+    def made(self) -> dict[str, Any]:
+        """The options that the object was made with, but for a mesh."""
         options = self._kernels.options
-        made = {
+        return {
             "num_q_heads": options.num_q_heads, "num_kv_heads": options.num_kv_heads,
             "head_dim": options.head_dim, "head_dim_v": options.head_dim_v,
             "v_in_k": options.v_in_k,
@@ -162,7 +175,6 @@ class BatchBase:
             "cuda_graph": options.cuda_graph, "batch_invariant": options.batch_invariant,
             "target": self._target,
         }  # fmt: skip
-        return _made_again, (type(self), self._given, made)
 
     def _over(self, formats: Formats, rotate_back: bool = False) -> OverFormats:
         """What computes attention over keys and values of some formats; made once.
@@ -176,7 +188,7 @@ class BatchBase:
         if plain.v_in_k:
             check_values_in_keys(plain.head_dim, plain.head_dim_v, formats)
         sides = decodings(formats, plain.head_dim, plain.head_dim_v)
-        variant = decoded(self._given, sides, rotate_back=rotate_back)
+        variant = decoded(self.given, sides, rotate_back=rotate_back)
         k_dtype, v_dtype = (f.dtype if f else plain.k_dtype for f in formats)
         if not plain.cpu:
             dtypes = (plain.q_dtype, k_dtype, v_dtype)
@@ -249,6 +261,16 @@ class BatchBase:
         Example:
             >>> out = batch.run(q, k_pages, v_pages)
         """
+        if self._mesh is not None:
+            return self._mesh.run(q, k, v, scale, return_lse, partial, out, lse, params)  # type: ignore[no-any-return]
+        return self.run_own(q, k, v, scale, return_lse, partial, out, lse, params)
+
+    def run_own(
+        self, q: torch.Tensor, k: Any, v: Any, scale: checks.Scale | None, return_lse: bool,
+        partial: bool, out: torch.Tensor | None, lse: torch.Tensor | None,
+        params: dict[str, object],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """`run` over what this process holds, whether there is a mesh or not."""
         k, v = self._codes(*self._values(k, v, scale), partial, params)
         return self._run(q, k, v, (), params, scale, return_lse, partial, out, lse)
 
@@ -284,7 +306,7 @@ class BatchBase:
         if plain and self._formats == (None, None):
             return k, v  # type: ignore[return-value]
         (own_k, own_v), (of_k, of_v) = self._formats, self._decodings
-        check_partial(of_v, self._given, partial)
+        check_partial(of_v, self.given, partial)
         return codes_of("k", k, own_k, of_k, params), codes_of("v", v, own_v, of_v, params)
 
     def _run(
@@ -384,7 +406,7 @@ class BatchBase:
         params: Params,
     ) -> Plan:
         """Plan a batch and put it in force; an error leaves the plan before it in force."""
-        self._check_plan(sparsity, params)
+        self.check_plan(sparsity, params)
         stored = read_storage(storage, self._kernels.options.device)
         planned = self._planned_now(q_indptr, stored, levels, sparsity, q_offset, params)
         return self._put_in_force(planned)
@@ -393,7 +415,7 @@ class BatchBase:
         self._planned = planned
         return Plan(planned)
 
-    def _check_plan(self, sparsity: Sparsity | None, params: Params) -> None:
+    def check_plan(self, sparsity: Sparsity | None, params: Params) -> None:
         """Raises where nothing can be planned: during a capture, or without values."""
         if sparsity is not None or params:
             _check_values(sparsity, params)

@@ -17,7 +17,7 @@ from ..variants.ir.ir import keys_read_request
 from .arguments import checks
 from .arguments.by_name import by_name
 from .arguments.calls import Offset, host_array
-from .batch_base import BatchBase, Level
+from .batch_base import BatchBase, Level, Params
 from .keys.level_pages import CascadeLevel, in_cache_pages
 from .keys.paged import Paged
 from .keys.prefixes import shared_prefixes
@@ -46,6 +46,9 @@ class CascadeAttention(BatchBase):
         >>> cascade.plan(fa.cascade_levels(q_indptr, paged))
         >>> out = cascade.run(q, k_pages, v_pages)
     """
+
+    merges_states = False
+    """Whether runs leave states for others to merge: then rotated values are rotated back first."""
 
     _levels: tuple[tuple[Formats, Decodings], ...] = ()
     _rotate_back = False
@@ -85,12 +88,23 @@ class CascadeAttention(BatchBase):
                 raise InputError(
                     f"levels[{i}] must be an fa.CascadeLevel, got {type(level).__name__}"
                 )
-        *shared, own = levels
-        if own.tokens is not None:
+        if levels[-1].tokens is not None:
             raise InputError(
                 "the last level is the requests' own: its groups are the requests, and tokens must "
                 "be None"
             )
+        if self._mesh is None:
+            return self._plan_levels(levels, q_offset, mask_params)
+        return self._mesh.plan(  # type: ignore[no-any-return]
+            levels, None, q_offset, mask_params,
+            lambda: self._plan_levels(levels, q_offset, mask_params),
+        )  # fmt: skip
+
+    def _plan_levels(
+        self, levels: Sequence[CascadeLevel], q_offset: Offset, mask_params: Params
+    ) -> Plan:
+        """Plan levels and put the plan in force."""
+        *shared, own = levels
         device = self._kernels.options.device
         formats = [self._formats_of(i, level) for i, level in enumerate(levels)]
         storages = in_cache_pages([level.storage for level in levels], formats, device)
@@ -98,7 +112,7 @@ class CascadeAttention(BatchBase):
             _read(i, replace(level, storage=storage), device)
             for i, (level, storage) in enumerate(zip(shared, storages, strict=False))
         ]
-        self._check_plan(None, mask_params)
+        self.check_plan(None, mask_params)
         stored = read_storage(storages[-1], device)
         # Levels of one part have k and v in common; the last part has the requests' own keys.
         paged = (bool(s.page_size) for s in (*(x.stored for x in read), stored))
@@ -110,7 +124,8 @@ class CascadeAttention(BatchBase):
                 "not support; put all keys into pages of one cache"
             )
         # States of parts are merged before an output is rotated back.
-        rotate_back = len({bool(values and values.rotate) for _, values in formats}) > 1
+        rotated = {bool(values and values.rotate) for _, values in formats}
+        rotate_back = len(rotated) > 1 or (self.merges_states and True in rotated)
         planned = []
         for part in parts:
             of_part = [
@@ -169,11 +184,21 @@ class CascadeAttention(BatchBase):
         Example:
             >>> out = cascade.run(q, [(k_prefix, v_prefix), (k_pages, v_pages)])
         """
+        if self._mesh is not None:
+            return self._mesh.run(q, k, v, scale, return_lse, partial, out, lse, params)  # type: ignore[no-any-return]
+        return self.run_own(q, k, v, scale, return_lse, partial, out, lse, params)
+
+    def run_own(
+        self, q: torch.Tensor, k: Any, v: Any, scale: checks.Scale | None, return_lse: bool,
+        partial: bool, out: torch.Tensor | None, lse: torch.Tensor | None,
+        params: dict[str, object],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """`run` over what this process holds, whether there is a mesh or not."""
         if self._kernels.options.v_in_k:
             if isinstance(k, Sequence):
                 if not all(isinstance(x, torch.Tensor | Stored) for x in k):
                     raise InputError("with v_in_k pass k, or a list of one k a level, without v")
-                k, v = [self._values(x, v, scale) for x in k], None  # type: ignore[arg-type, misc]
+                k, v = [self._values(x, v, scale) for x in k], None
             else:
                 k, v = self._values(k, v, scale)
         pairs = [(k, v)] if v is not None else []
@@ -218,7 +243,7 @@ class CascadeAttention(BatchBase):
             numbers: dict[str, object] = {}
             try:
                 if not self._rotate_back:
-                    check_partial(of_v, self._given, partial)
+                    check_partial(of_v, self.given, partial)
                 k = codes_of("k", k, own_k, of_k, numbers)
                 v = codes_of("v", v, own_v, of_v, numbers)
             except InputError as error:

@@ -1,14 +1,15 @@
-"""`placed` and `placed_heads`: variants for parts of a batch.
+"""`placed`, `placed_heads` and `placed_keys`: variants for parts of a batch.
 
 Where several machines share a batch, each computes some rows of a request as a request of its own,
-or some of the heads. Hooks must see the request that the rows belong to (its number, its lengths,
-its rows and slots in the whole batch) and the numbers of the heads in the whole batch.
+some of the heads, or all rows with some of the keys. Hooks must see the request that the rows
+belong to (its number, its lengths, its rows and slots in the whole batch), the numbers of the heads
+in the whole batch, and the positions of the keys in the whole request.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,11 +38,19 @@ class HeadPlaces(Variant):
     placed_kv_head: int = scalar(0)
 
 
+class KeyPlaces(Variant):
+    """The first key of a rank whose pages are every n-th one, and the lengths of whole requests."""
+
+    placed_first_key: int = scalar(0)
+    placed_kv_len: Tensor = tensor("requests")
+
+
 class PlacedVariant(ComposedVariant):
-    """A variant, and where its parts are: `Places` or `HeadPlaces`.
+    """A variant, and where its parts are: `Places`, `HeadPlaces` or `KeyPlaces`.
 
     Its b is ``placed_request[b]`` and its built-ins are those of that request, or its h is
-    ``h + placed_head`` and its kv_h ``kv_h + placed_kv_head``.
+    ``h + placed_head`` and its kv_h ``kv_h + placed_kv_head``, or its kv_idx is the position of
+    that key in the whole request.
     """
 
     # Type checkers would make one of the annotations of `ComposedVariant`.
@@ -57,8 +66,13 @@ class PlacedVariant(ComposedVariant):
     def hooks(self) -> dict[str, Any]:
         """The hooks of the variant, with the requests or heads of the whole batch."""
         inner, places = self._parts
-        changed = _placed if self._operation == "placed" else _shifted
-        return {name: changed(h, places, HOOK_INPUTS[name]) for name, h in inner.hooks().items()}
+        kind, *numbers = self._operation.split(":")
+        changed = _CHANGES[kind]
+        counts = [int(x) for x in numbers]
+        return {
+            name: changed(hook, places, HOOK_INPUTS[name], *counts)
+            for name, hook in inner.hooks().items()
+        }
 
 
 def placed(variant: Variant, places: Places) -> Variant:
@@ -69,6 +83,20 @@ def placed(variant: Variant, places: Places) -> Variant:
 def placed_heads(variant: Variant, places: HeadPlaces) -> Variant:
     """The variant for some of the heads."""
     return PlacedVariant("placed heads", (variant, places))
+
+
+def placed_keys(variant: Variant, places: KeyPlaces, page_size: int, num_ranks: int) -> Variant:
+    """The variant for the keys of every num_ranks-th page of each request."""
+    # The numbers are part of the kernel: divisions by constants are shifts.
+    return PlacedVariant(f"placed keys:{page_size}:{num_ranks}", (variant, places))
+
+
+def check_key_text(ir: VariantIR, name: str) -> None:
+    """Raises VariantError for hooks in C++ text that read the position of a key.
+
+    name: of the variant.
+    """
+    _reads(ir, name, ("kv_idx", "kv_len"))
 
 
 def reads_request(ir: VariantIR, name: str) -> bool:
@@ -136,3 +164,50 @@ def _shifted(hook: Any, places: Any, inputs: Sequence[str]) -> Any:
         return hook(*args[:at], head, *args[at + 1 :])
 
     return inside
+
+
+class _OfKeys:
+    """Built-ins as a `builtins.Context`: lengths of whole requests, slots of the keys at hand."""
+
+    def __init__(self, outer: Any, places: Any, key: Any, own_key: Any) -> None:
+        self._outer, self._places, self._key, self._own_key = outer, places, key, own_key
+
+    def builtin(self, name: str, args: tuple[Any, ...]) -> Any:
+        """The value of a built-in such as `fa.kv_len`."""
+        if name == "kv_len":
+            return self._places.placed_kv_len[args[0]]
+        if name == "kv_slot":
+            if args[1] is not self._key:
+                raise VariantError(
+                    "fa.kv_slot(b, k) of another key than kv_idx, which may be on another rank: "
+                    "where pages are divided among ranks it must be fa.kv_slot(b, kv_idx)"
+                )
+            args = (args[0], self._own_key)
+        return self._outer.builtin(name, args)
+
+
+def _keyed(hook: Any, places: Any, inputs: Sequence[str], page_size: int, num_ranks: int) -> Any:
+    if isinstance(hook, CppHook):
+        return hook
+    at = inputs.index("kv_idx") if "kv_idx" in inputs else None
+
+    def inside(*args: Any) -> Any:
+        own = key = None
+        if at is not None:
+            own = args[at]
+            key = own + own // page_size * (page_size * (num_ranks - 1)) + places.placed_first_key
+            args = (*args[:at], key, *args[at + 1 :])
+        token = CONTEXT.set(_OfKeys(CONTEXT.get(), places, key, own))
+        try:
+            return hook(*args)
+        finally:
+            CONTEXT.reset(token)
+
+    return inside
+
+
+_CHANGES: Mapping[str, Callable[..., Any]] = {
+    "placed": _placed,
+    "placed heads": _shifted,
+    "placed keys": _keyed,
+}
