@@ -24,14 +24,16 @@ from .costs import (
     measured_rates,
     way_of_heads,
     way_of_keys,
+    way_of_ring,
     way_of_states,
 )
 from .dealt_batch import DealtBatch, Whole, held, places
 from .digests import digest
 from .group import NO_DIGEST, Ranks
-from .heads import ByHeads, all_rows, kv_heads_of
+from .heads import ByHeads, Heads, all_rows, heads_of
 from .needs import Pages
 from .parallel_plan import ParallelPlan
+from .ring import Ring, plan_ring
 from .shares import Ints, Requests, Shares, even_shards
 from .states import MOST_STATE_ROWS, AtKeys, plan_states, rows_at_keys
 from .together import Together, plan_together
@@ -43,7 +45,7 @@ class _Planned(NamedTuple):
     requests: Requests
     shares: Shares
     pages: Pages
-    part: Together | AtKeys | ByHeads
+    part: Together | AtKeys | ByHeads | Ring
     way: Way
     ways: tuple[Way, ...]
 
@@ -62,10 +64,13 @@ class ContextParallel:
         num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, batch_invariant, target:
             as for `BatchAttention`. With batch_invariant the results have the same bits for any
             number of ranks, one included, as those of a `BatchAttention`.
-        way: "keys": query rows and the keys that they need come together at one rank; "states":
+        way: "keys": query rows and the keys that they need come together at one rank; "ring":
+            likewise, but keys come from one rank after another, and the states of rows are merged
+            meanwhile, so that a rank holds the keys of few ranks at a time; "states":
             rows go to all keys, and their states are merged, which suits few rows over many keys;
-            "heads": each rank gets all tokens of some kv heads, of which there must be as many as
-            ranks. By default each plan takes the one of the least predicted time.
+            "heads": each rank gets all tokens of some q heads and of their kv heads; there must be
+            as many q heads as ranks. By default each plan takes the one of the least predicted
+            time.
 
     Raises:
         InputError: torch.distributed is not initialised, or the mesh has more than one dim, another
@@ -104,13 +109,14 @@ class ContextParallel:
         way: str | None = None,
     ) -> None:
         self._ranks = Ranks(mesh)
-        if way not in (None, "keys", "states", "heads"):
+        if way not in (None, "keys", "ring", "states", "heads"):
             raise InputError(
-                f'way={way!r} must be "keys", "states", "heads" or None, the cheapest of them'
+                f'way={way!r:.60} must be "keys", "ring", "states", "heads" or None, the cheapest '
+                "of them"
             )
-        if way == "states" and batch_invariant:
+        if way in ("ring", "states") and batch_invariant:
             raise InputError(
-                'way="states" merges a state a rank, so that its bits depend on the number of '
+                f'way="{way}" merges a state a rank, so that its bits depend on the number of '
                 'ranks; use way="keys" with batch_invariant=True'
             )
         self._way = way
@@ -212,14 +218,16 @@ class ContextParallel:
         options = self._batch.options
         shares, pages = batch.dealt(tiles, whole, params, requests)
         ways = [way_of_keys(requests, shares, pages, options, self._rates)]
+        if self._way == "ring" or (not options.batch_invariant and ranks.size > 1):
+            ways.append(way_of_ring(requests, shares, ways[0], options, self._rates))
         at_keys: Shares | None = None
         most = int(np.diff(requests.q_shards).max())
         if self._way == "states" or (not options.batch_invariant and most <= MOST_STATE_ROWS):
             at_keys = rows_at_keys(tiles, requests)
             ways.append(way_of_states(requests, at_keys, options, self._rates))
-        heads, by_heads = kv_heads_of(options.num_kv_heads, ranks.size), self._by_heads(bound)
+        heads = heads_of(options.num_q_heads, options.num_kv_heads, ranks.size)
         every = all_rows(tiles, requests, heads)
-        if by_heads is not None:
+        if self._divides_heads(bound):
             ways.append(way_of_heads(requests, every, heads, options, self._rates))
         if self._way is not None:
             ways = [way for way in ways if way.name == self._way]
@@ -229,11 +237,11 @@ class ContextParallel:
         def made(request: Ints) -> DealtBatch:
             return self._placed(request, requests) if is_placed else self._another()
 
-        part: Together | AtKeys | ByHeads
+        part: Together | AtKeys | ByHeads | Ring
         if way.name == "heads":
-            assert by_heads is not None
+            by_heads = self._by_heads(heads, bound)
             by_heads.plan_heads(whole, requests, params)
-            part = ByHeads(by_heads, heads, options.group_size, requests)
+            part = ByHeads(by_heads, heads, requests)
             shares = every
         elif way.name == "states":
             assert at_keys is not None
@@ -243,6 +251,8 @@ class ContextParallel:
                 whole, requests, at_keys, ranks, params,
             )  # fmt: skip
             shares = at_keys
+        elif way.name == "ring":
+            part = plan_ring(made, whole, requests, shares, pages, ranks, params, batch.pointwise)
         else:
             # With batch_invariant rows may be cut between the tiles of one process only.
             part = plan_together(
@@ -252,31 +262,31 @@ class ContextParallel:
         planned = _Planned(requests, shares, pages, part, way, tuple(ways))
         return planned, self._digest(planned, bound)
 
-    def _by_heads(self, bound: Bound) -> DealtBatch | None:
-        """An object for the heads of the rank; None where heads cannot be divided."""
-        options, ranks = self._batch.options, self._ranks
-        variant, heads = self._batch.variant, kv_heads_of(options.num_kv_heads, ranks.size)
-        if options.num_kv_heads < ranks.size:
-            if self._way == "heads":
-                raise InputError(
-                    f'way="heads" divides the kv heads, but num_kv_heads={options.num_kv_heads} is '
-                    f"less than the {ranks.size} ranks; use another way"
-                )
-            return None
-        first, last = int(heads[ranks.rank]), int(heads[ranks.rank + 1])
+    def _divides_heads(self, bound: Bound) -> bool:
+        """Whether heads can be divided. Raises where way="heads" was asked for."""
+        count, size = self._batch.options.num_q_heads, self._ranks.size
         try:
-            is_placed = reads_head(bound.ir, variant.name)
-        except VariantError:
+            if count < size:
+                raise InputError(
+                    f'way="heads" divides the q heads, but num_q_heads={count} is less than the '
+                    f"{size} ranks; use another way"
+                )
+            reads_head(bound.ir, self._batch.variant.name)
+        except (InputError, VariantError):
             if self._way == "heads":
                 raise
-            return None
-        if is_placed:
-            places = HeadPlaces(placed_head=first * options.group_size, placed_kv_head=first)
-            variant = placed_heads(variant, places)
-        made = {
-            **self._made, "num_kv_heads": last - first,
-            "num_q_heads": (last - first) * options.group_size,
-        }  # fmt: skip
+            return False
+        return True
+
+    def _by_heads(self, heads: Heads, bound: Bound) -> DealtBatch:
+        """An object for the heads of the rank."""
+        rank, variant = self._ranks.rank, self._batch.variant
+        q, kv = heads.of_q(rank), heads.of_kv(rank)
+        if reads_head(bound.ir, variant.name):
+            variant = placed_heads(
+                variant, HeadPlaces(placed_head=q.start, placed_kv_head=kv.start)
+            )
+        made = {**self._made, "num_kv_heads": kv.stop - kv.start, "num_q_heads": q.stop - q.start}
         return DealtBatch(variant, **made)
 
     def _another(self) -> DealtBatch:

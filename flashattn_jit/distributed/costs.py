@@ -12,18 +12,24 @@ from numpy.typing import NDArray
 
 from ..ops.planning.batch_plan import Options
 from .group import Ranks
+from .heads import Heads
 from .needs import Pages, moved_tokens
-from .shares import Ints, Requests, Shares
+from .shares import Requests, Shares
 
 _PROBE_BYTES = 1 << 20
+
+MERGE_KEYS = 32
+"""What merging the fp32 state of a row of a step takes, in keys."""
+
 _PROBES = 3
 
 
 class Way(NamedTuple):
     """One way to move a batch. For each rank the bytes that it receives, and its work.
 
-    name: "keys": rows and the keys that they need come together at one rank. "states": rows go to
-    the keys, states come back. "heads": every rank gets all tokens of some of the heads.
+    name: "keys": rows and the keys that they need come together at one rank. "ring": likewise, but
+    the keys of one rank after another. "states": rows go to the keys, states come back. "heads":
+    every rank gets all tokens of some of the heads.
     """
 
     name: str
@@ -73,6 +79,19 @@ def way_of_keys(
     return _way("keys", moved, shares, rates)
 
 
+def way_of_ring(
+    requests: Requests, shares: Shares, keys: Way, options: Options, rates: Rates
+) -> Way:
+    """Keys come from one rank after another, while the rows are computed. keys: `way_of_keys`."""
+    moved = keys.moved_bytes
+    rows = np.bincount(shares.rank, shares.end - shares.begin, requests.num_ranks)
+    load = shares.load + rows * (requests.num_ranks - 1) * MERGE_KEYS
+    first = foreign_rows(requests, shares) * query_bytes(options)
+    seconds = np.maximum((moved - first) * rates.byte_s, load * rates.pair_s)
+    seconds = seconds + first * rates.byte_s
+    return Way("ring", moved, load, float(seconds.max(initial=0.0)))
+
+
 def way_of_states(requests: Requests, at_keys: Shares, options: Options, rates: Rates) -> Way:
     """Rows go to the keys, states come back."""
     row = options.num_q_heads * options.head_dim * options.q_dtype.itemsize
@@ -82,15 +101,16 @@ def way_of_states(requests: Requests, at_keys: Shares, options: Options, rates: 
 
 
 def way_of_heads(
-    requests: Requests, shares: Shares, heads: Ints, options: Options, rates: Rates
+    requests: Requests, shares: Shares, heads: Heads, options: Options, rates: Rates
 ) -> Way:
-    """Every rank gets all tokens of its heads. heads: bounds of the kv heads of each rank."""
-    share = np.diff(heads) / max(1, int(heads[-1]))
+    """Every rank gets all tokens of its heads."""
+    share = np.diff(heads.q) / options.num_q_heads
+    kv_share = (heads.kv_end - heads.kv) / options.num_kv_heads
     q_rows, kv_rows = (np.diff(x) for x in (requests.q_shards, requests.kv_shards))
     query = options.num_q_heads * options.head_dim * options.q_dtype.itemsize
     result = options.num_q_heads * options.head_dim_v * options.q_dtype.itemsize
     moved = (q_rows.sum() - q_rows) * share * query + (kv_rows.sum() - kv_rows) * (
-        share * key_bytes(options)
+        kv_share * key_bytes(options)
     )
     moved = moved + q_rows * (1 - share) * result
     return _way("heads", moved.round().astype(np.int64), shares, rates)

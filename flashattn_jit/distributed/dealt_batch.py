@@ -31,6 +31,16 @@ Runs = tuple[Ints, Ints, Ints]
 """Of each run of rows the request, begin and end of packed rows."""
 
 
+class KeySpans(NamedTuple):
+    """Packed keys [begin[i], end[i]) of request[i], in pages of their own from first_page[i] on."""
+
+    request: Ints
+    begin: Ints
+    end: Ints
+    first_page: Ints
+    num_pages: int
+
+
 class Whole(NamedTuple):
     """The lengths of the batch of all ranks, and the sizes that params of the variant have."""
 
@@ -188,15 +198,9 @@ class DealtBatch(BatchBase):
         at = np.searchsorted(request, row_request)
         first, q_len = requests.q_indptr[request], np.zeros(len(request), np.int64)
         first[at], q_len[at] = begin, end - begin
-        # Earlier keys of the first request are elsewhere: they count in positions.
         before = low - requests.kv_indptr[request]
-        rows = indptr_of(q_len)
-        groups, owner = host_array("q_indptr", rows)
-        far = read_storage(Ragged(indptr_of(before)), self.options.device).elsewhere()
-        level = Level(groups, None, far, (owner, owner))
-        near = read_storage(Ragged(indptr_of(high - low)), self.options.device)
-        offset = torch.from_numpy(requests.q_offset[request] + first - requests.q_indptr[request])
-        self._put_in_force(self._planned_now(rows, near, [level], None, offset, params))
+        runs = request, first, first + q_len
+        self._plan_after(before, Ragged(indptr_of(high - low)), requests, runs, params)
 
     def plan_heads(self, whole: Whole, requests: Requests, params: Params) -> None:
         """Plan all rows of the heads that the object is made for."""
@@ -206,10 +210,45 @@ class DealtBatch(BatchBase):
         rows = torch.from_numpy(requests.q_indptr)
         self._put_in_force(self._planned_now(rows, stored, (), None, offset, params))
 
+    def plan_step(
+        self, whole: Whole, requests: Requests, runs: Runs, keys: KeySpans, params: Params
+    ) -> None:
+        """Plan rows over one span of keys of their request each."""
+        self._whole = whole
+        request = runs[0]
+        at = np.searchsorted(keys.request, request)
+        low, length = keys.begin[at] - requests.kv_indptr[request], (keys.end - keys.begin)[at]
+        count = -(-length // PAGE_SIZE)
+        indices = ranges(keys.first_page[at], keys.first_page[at] + count).astype(np.int32)
+        storage = Paged(
+            indptr_of(count), torch.from_numpy(indices).to(self.options.device),
+            torch.from_numpy(length - (count - 1) * PAGE_SIZE), PAGE_SIZE,
+        )  # fmt: skip
+        self._plan_after(low, storage, requests, runs, params)
+
+    def _plan_after(
+        self, before: Ints, storage: Ragged | Paged, requests: Requests, runs: Runs, params: Params
+    ) -> None:
+        """Plan rows whose requests have keys elsewhere before those of the storage."""
+        request, begin, end = runs
+        rows = indptr_of(end - begin)
+        groups, owner = host_array("q_indptr", rows)
+        # Keys that are elsewhere count in positions.
+        far = read_storage(Ragged(indptr_of(before)), self.options.device).elsewhere()
+        levels = [Level(groups, None, far, (owner, owner))]
+        near = read_storage(storage, self.options.device)
+        offset = torch.from_numpy(requests.q_offset[request] + begin - requests.q_indptr[request])
+        self._put_in_force(self._planned_now(rows, near, levels, None, offset, params))
+
     def plan_finish(self, whole: Whole, requests: Requests, rank: int, params: Params) -> None:
         """Plan the rows that a rank holds, over no keys: for merging their states."""
+        runs = held(requests.q_shards, requests.q_indptr, rank)
+        self.plan_no_keys(whole, requests, runs, params)
+
+    def plan_no_keys(self, whole: Whole, requests: Requests, runs: Runs, params: Params) -> None:
+        """Plan rows over no keys: for finalising their states."""
         self._whole = whole
-        request, begin, end = held(requests.q_shards, requests.q_indptr, rank)
+        request, begin, end = runs
         none = read_storage(Ragged(indptr_of(0 * begin)), self.options.device)
         offset = torch.from_numpy(requests.q_offset[request] + begin - requests.q_indptr[request])
         self._put_in_force(

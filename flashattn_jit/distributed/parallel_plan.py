@@ -62,7 +62,7 @@ class ParallelPlan:
 
     @property
     def way(self) -> str:
-        """What moves: "keys" or "states", see `ContextParallel`."""
+        """What moves: "keys", "ring", "states" or "heads", see `ContextParallel`."""
         return self._way.name
 
     @property

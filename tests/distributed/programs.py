@@ -268,7 +268,7 @@ def nothing(mesh: DeviceMesh) -> None:
     """No requests; no rows; no keys."""
     for q_len, kv_len in (((), ()), ((0, 0), (5, 300)), ((3, 70), (0, 0))):
         batch = Batch(q_len, kv_len, (2, 1), 64)
-        for way in ("keys", "states"):
+        for way in ("keys", "ring", "states"):
             compared(mesh, batch, fa.Causal(), {}, {}, bits=False, way=way)
 
 

@@ -25,11 +25,23 @@ def test_heads_are_divided() -> None:
     on_ranks(2, PROGRAMS + "equal", names=names, bits=True, way="heads")
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_fewer_kv_heads_than_ranks(ranks) -> None:
+    """Bit for bit with batch_invariant: ranks have parts of the q heads of one kv head."""
+    on_ranks(ranks, PROGRAMS + "equal", names=["alibi", "rope"], bits=True, way="heads")
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_states_are_merged(ranks) -> None:
     names = ["causal", *rotation.some(NAMES, 2 if ranks == 3 else 1, but_not=["causal"])]
     on_ranks(ranks, PROGRAMS + "equal", names=names, bits=False, way="states", decode=True)
     on_ranks(ranks, PROGRAMS + "equal", names=["causal"], bits=False, way="states")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_keys_arrive_one_rank_after_another(ranks) -> None:
+    names = ["causal", "blocks", "gate", *rotation.some(NAMES, 2)]
+    on_ranks(ranks, PROGRAMS + "equal", names=names[: 3 * ranks - 1], bits=False, way="ring")
 
 
 def test_without_batch_invariance() -> None:
@@ -64,6 +76,6 @@ def test_batches_without_requests_rows_or_keys() -> None:
     on_ranks(3, PROGRAMS + "nothing")
 
 
-@pytest.mark.parametrize("way", ["keys", "states", "heads"])
+@pytest.mark.parametrize("way", ["keys", "ring", "states", "heads"])
 def test_emulated_devices(way) -> None:
     on_ranks(2, PROGRAMS + "emulated", way=way)
