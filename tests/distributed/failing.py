@@ -35,21 +35,23 @@ def _error(call: Callable[[], object]) -> fa.FlashAttnJitError:
 
 def compiled(mesh: DeviceMesh) -> None:
     """Compiles what `killed` and `absent` need, whose groups have short timeouts."""
-    parallel = _made(mesh)
-    parallel.plan(torch.tensor([0, TOKENS]))
-    parallel.run(*_own(mesh))
+    for way in ("keys", "ring"):
+        parallel = _made(mesh, way=way)
+        parallel.plan(torch.tensor([0, TOKENS]))
+        parallel.run(*_own(mesh))
 
 
-def killed(mesh: DeviceMesh, when: str) -> str | None:
+def killed(mesh: DeviceMesh, when: str, way: str) -> str | None:
     """The last rank dies; the others raise, also at the next call."""
-    parallel = _made(mesh)
+    parallel = _made(mesh, way=way)
     rank, tokens = mesh.get_local_rank(), torch.tensor([0, TOKENS])
     parallel.plan(tokens)
     parallel.run(*_own(mesh))
     if rank == mesh.size() - 1:
         if when == "late":  # in the middle of a run: after the agreement, before its rows are sent
-            import flashattn_jit.distributed.together as module
+            from flashattn_jit.distributed import ring, together
 
+            module = ring if way == "ring" else together
             module.begin_moves = lambda *_: die()
             parallel.run(*_own(mesh))
         die()
@@ -63,7 +65,7 @@ def killed(mesh: DeviceMesh, when: str) -> str | None:
 
 def absent(mesh: DeviceMesh) -> str:
     """The last rank comes too late: the others raise after the group's timeout."""
-    parallel = _made(mesh)
+    parallel = _made(mesh, way="keys")
     parallel.plan(torch.tensor([0, TOKENS]))
     if mesh.get_local_rank() == mesh.size() - 1:
         time.sleep(8)
@@ -204,7 +206,8 @@ def meshes(mesh: DeviceMesh) -> None:
     assert "DeviceMesh" in str(_error(lambda: _made(None)))
     assert "DeviceMesh" in str(_error(lambda: _made(3)))
     assert 'way="keys"' in str(_error(lambda: _made(mesh, way="states", batch_invariant=True)))
-    assert "way='ring'" in str(_error(lambda: _made(mesh, way="ring")))
+    assert 'way="keys"' in str(_error(lambda: _made(mesh, way="ring", batch_invariant=True)))
+    assert "way='square'" in str(_error(lambda: _made(mesh, way="square")))
     named = _made(grid["cp"])
     named.plan(torch.tensor([0, TOKENS]))
     assert named.run(*_own(mesh)).shape == (TOKENS // mesh.size(), 2, 64)

@@ -19,10 +19,10 @@ def kernels() -> None:
     on_ranks(2, FAILING + "compiled")
 
 
-@pytest.mark.parametrize("when", ["between", "late"])
+@pytest.mark.parametrize(("when", "way"), [("between", "keys"), ("late", "keys"), ("late", "ring")])
 @pytest.mark.usefixtures("kernels")
-def test_a_killed_rank_is_an_error_of_the_others(when) -> None:
-    *said, last = on_ranks(3, FAILING + "killed", timeout_s=8, when=when)
+def test_a_killed_rank_is_an_error_of_the_others(when, way) -> None:
+    *said, last = on_ranks(3, FAILING + "killed", timeout_s=8, when=when, way=way)
     assert last == "killed"
     assert all("a rank is gone, or took longer" in words for words in said)
 
