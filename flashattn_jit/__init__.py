@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .deploy.pack.pack import pack
     from .deploy.pack.unpack import unpack
     from .deploy.pack.wheel import pack_wheel
+    from .deploy.warm.ray_executor import RayExecutor
     from .deploy.warm.warm import warm
     from .distributed.context_parallel import ContextParallel
     from .distributed.parallel_plan import ParallelPlan
@@ -68,6 +69,7 @@ _LAZY = {
     "deploy.pack.pack": ("pack",),
     "deploy.pack.unpack": ("unpack",),
     "deploy.pack.wheel": ("pack_wheel",),
+    "deploy.warm.ray_executor": ("RayExecutor",),
     "deploy.warm.warm": ("warm",),
     "distributed.context_parallel": ("ContextParallel",),
     "distributed.parallel_plan": ("ParallelPlan",),
@@ -105,6 +107,7 @@ __all__ = [
     "Plan",
     "Pointwise",
     "Ragged",
+    "RayExecutor",
     "Softmax",
     "TokenSparse",
     "Tree",

@@ -64,6 +64,7 @@ IMPORTED_WHEN_NEEDED = {
     "click": {"cli"},
     "rich": {"cli", "deploy/warm/progress.py"},
     "fsspec": {"jit"},
+    "ray": {"deploy/warm/ray_executor.py"},
     "prometheus_client": {"kv/metrics.py"},
 }
 """Libraries beyond torch and numpy, and the files or folders that may import them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -15,6 +16,7 @@ import pytest
 
 from flashattn_jit.deploy.wanted.specs import wanted_specs
 from flashattn_jit.deploy.warm import worker
+from flashattn_jit.deploy.warm.ray_executor import RayExecutor
 from flashattn_jit.deploy.warm.warm import warm
 from flashattn_jit.jit.cache.store import Store
 from tests.deploy.test_warm import BAD, HERE
@@ -59,6 +61,26 @@ def test_a_dask_cluster_serves(tmp_path: Path) -> None:
     assert {e.key for e in here.entries()} == {r.key for r in report.results}
     there = [e.key for n in range(2) for e in Store(tmp_path / f"worker{n}").entries()]
     assert sorted(there) == sorted(r.key for r in report.results), "each was built once"
+
+
+def test_a_ray_cluster_serves(tmp_path: Path) -> None:
+    """Workers have a cache of their own, which one cache comes back from."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    cache = {
+        "FLASHATTN_JIT_CACHE_DIR": str(tmp_path / "workers"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        executor = RayExecutor(num_cpus=1, runtime_env={"env_vars": cache})
+        report = warm("Causal", **HERE, executor=executor, progress=False)
+        failed = warm(BAD, **HERE, executor=executor, progress=False, strict=False).failures
+    finally:
+        ray.shutdown()
+    assert [r.built for r in report.results] == [True, True] and len(failed) == 2
+    here, there = Store(tmp_path / "cache"), Store(tmp_path / "workers")
+    assert {e.key for e in here.entries()} == {r.key for r in report.results}
+    assert {e.key for e in there.entries()} == {r.key for r in report.results}
 
 
 class Canned(Executor):
