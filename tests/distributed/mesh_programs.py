@@ -148,6 +148,22 @@ def latents(mesh: DeviceMesh, divided: str) -> None:
     torch.testing.assert_close(lse, heads_of(mesh, want_lse))
 
 
+def emulated(mesh: DeviceMesh, divided: str) -> None:
+    """CUDA kernels in the emulator, a device a rank."""
+    batch = Batch((1, 2), (70, 33), (4, 2), 64, torch.bfloat16)
+    paged, *whole = in_pages(batch, SIZE)
+    own, cache = own_cache(mesh, paged, whole, torch.zeros(2, dtype=int))
+    options = {**batch.options(), "target": "emulated:sm_80"}
+    one = fa.BatchAttention(fa.Causal(), **options)
+    one.plan(batch.q_indptr, paged)
+    want = one.run(batch.q, *whole)
+    many = fa.BatchAttention(fa.Causal(), **options, mesh=mesh, divided=divided)
+    many.plan(batch.q_indptr, own)
+    part = divided == "pages_heads"
+    got = many.run(heads_of(mesh, batch.q) if part else batch.q, *cache)
+    torch.testing.assert_close(got, heads_of(mesh, want) if part else want, rtol=1e-2, atol=1e-2)
+
+
 def codes(mesh: DeviceMesh, rotate: bool) -> None:
     """Quantised pages, with scales in pages of their own; rotated values."""
     batch = Batch(DECODE_Q, DECODE_KV, (4, 2), 64)

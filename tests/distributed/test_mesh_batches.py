@@ -46,6 +46,11 @@ def test_codes_in_divided_pages(rotate) -> None:
     on_ranks(2, PROGRAMS + "codes", rotate=rotate)
 
 
+@pytest.mark.parametrize("divided", ["pages", "pages_heads"])
+def test_emulated_devices(divided) -> None:
+    on_ranks(2, PROGRAMS + "emulated", divided=divided)
+
+
 def test_hooks_see_whole_requests_and_own_slots() -> None:
     on_ranks(3, PROGRAMS + "slots")
 
