@@ -219,7 +219,7 @@ class ContextParallel:
         shares, pages = batch.dealt(tiles, whole, params, requests)
         ways = [way_of_keys(requests, shares, pages, options, self._rates)]
         if self._way == "ring" or (not options.batch_invariant and ranks.size > 1):
-            ways.append(way_of_ring(requests, shares, ways[0], options, self._rates))
+            ways.append(way_of_ring(requests, shares, pages, ways[0], options, self._rates))
         at_keys: Shares | None = None
         most = int(np.diff(requests.q_shards).max())
         if self._way == "states" or (not options.batch_invariant and most <= MOST_STATE_ROWS):

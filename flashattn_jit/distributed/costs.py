@@ -21,6 +21,9 @@ _PROBE_BYTES = 1 << 20
 MERGE_KEYS = 32
 """What merging the fp32 state of a row of a step takes, in keys."""
 
+STEP_S = 3e-4
+"""What a step takes besides its keys and rows: its messages and launches."""
+
 _PROBES = 3
 
 
@@ -80,16 +83,21 @@ def way_of_keys(
 
 
 def way_of_ring(
-    requests: Requests, shares: Shares, keys: Way, options: Options, rates: Rates
+    requests: Requests, shares: Shares, pages: Pages, keys: Way, options: Options, rates: Rates
 ) -> Way:
     """Keys come from one rank after another, while the rows are computed. keys: `way_of_keys`."""
-    moved = keys.moved_bytes
-    rows = np.bincount(shares.rank, shares.end - shares.begin, requests.num_ranks)
-    load = shares.load + rows * (requests.num_ranks - 1) * MERGE_KEYS
+    count = requests.num_ranks
+    rows = np.bincount(shares.rank, shares.end - shares.begin, count)
+    home = [
+        np.searchsorted(requests.kv_shards, pages.bounds[x] - last, "right") - 1
+        for x, last in ((pages.begin, 0), (pages.end, 1))
+    ]
+    steps = np.minimum(np.bincount(pages.rank, home[1] - home[0] + 1, count), count)
+    load = shares.load + rows * np.maximum(steps - 1, 0) * MERGE_KEYS
     first = foreign_rows(requests, shares) * query_bytes(options)
-    seconds = np.maximum((moved - first) * rates.byte_s, load * rates.pair_s)
-    seconds = seconds + first * rates.byte_s
-    return Way("ring", moved, load, float(seconds.max(initial=0.0)))
+    seconds = np.maximum((keys.moved_bytes - first) * rates.byte_s, load * rates.pair_s)
+    seconds = seconds + first * rates.byte_s + steps * STEP_S
+    return Way("ring", keys.moved_bytes, load, float(seconds.max(initial=0.0)))
 
 
 def way_of_states(requests: Requests, at_keys: Shares, options: Options, rates: Rates) -> Way:

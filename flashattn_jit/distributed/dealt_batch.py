@@ -58,7 +58,7 @@ class DealtBatch(BatchBase):
 
     def sharing(self, other: DealtBatch) -> DealtBatch:
         """This object with the kernels of another one with equal options."""
-        self._kernels = other._kernels
+        self.share_kernels(other)
         return self
 
     @property

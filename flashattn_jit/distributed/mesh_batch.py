@@ -171,6 +171,7 @@ class ByPages(_Divided):
     """Page i of each request is with rank i % num_ranks. share: each rank has part of q's heads."""
 
     _planned: _Planned | None = None
+    _finisher: DealtBatch | None = None
 
     @on_host
     def plan(
@@ -207,6 +208,8 @@ class ByPages(_Divided):
         )
         variant = placed_keys(owner.given, at, own.page_size, ranks.size)
         local = _OwnKeys(variant, dims, **made)
+        if self._planned is not None:
+            local.share_kernels(self._planned.own)
         offset = torch.tensor(lengths.q_offset[:count], dtype=torch.int64, device="cpu")
         local.plan(own.levels, q_offset=offset, **params)
         # Which rows or heads this rank finishes.
@@ -246,6 +249,9 @@ class ByPages(_Divided):
             q_dtype=options.q_dtype, device=options.device, target=options.target,
             batch_invariant=options.batch_invariant,
         )  # fmt: skip
+        if self._finisher is not None:
+            batch.share_kernels(self._finisher)
+        self._finisher = batch
         batch.plan_finish(whole, requests, ranks.rank, params)
         planned = batch.in_force()
         assert isinstance(planned, Planned)

@@ -140,7 +140,7 @@ def query_moves(shares: Shares, requests: Requests, rank: int) -> Moves:
     begin, end = shares.of(rank)
     place = np.cumsum(end - begin) - (end - begin)
     received = _by_home(begin, end, place, requests.q_shards)
-    sent = _clipped(shares.rank, shares.begin, shares.end, requests.q_shards, rank)
+    sent = clipped(shares.rank, shares.begin, shares.end, requests.q_shards, rank)
     return Moves(sent, received, int((end - begin).sum()))
 
 
@@ -153,7 +153,7 @@ def key_moves(pages: Pages, requests: Requests, rank: int) -> Moves:
     which, low, high = cut(begin, end, pages.indptr)
     place = place[which] + (low - begin[which]) * size
     received = _by_home(pages.bounds[low], pages.bounds[high], place, requests.kv_shards)
-    sent = _clipped(
+    sent = clipped(
         pages.rank, pages.bounds[pages.begin], pages.bounds[pages.end], requests.kv_shards, rank
     )
     return Moves(sent, received, (int((end - begin).sum()) + 1) * size)
@@ -166,7 +166,7 @@ def _by_home(begin: Ints, end: Ints, place: Ints, shards: Ints) -> Spans:
     return Spans(home, place[which] + low - begin[which], high - low)
 
 
-def _clipped(rank: Ints, begin: Ints, end: Ints, shards: Ints, own: int) -> Spans:
+def clipped(rank: Ints, begin: Ints, end: Ints, shards: Ints, own: int) -> Spans:
     """The part of each rank's packed tokens that one shard holds."""
     low, high = np.maximum(begin, shards[own]), np.minimum(end, shards[own + 1])
     some = high > low

@@ -22,7 +22,7 @@ from ..ops.launching.mixed_run import MixedPlanned, States
 from ..ops.merge import merge_states
 from .dealt_batch import DealtBatch, KeySpans, Runs, Whole, runs_of
 from .group import Ranks
-from .needs import PAGE_SIZE, Moves, Pages, Spans, cut, query_moves
+from .needs import PAGE_SIZE, Moves, Pages, Spans, clipped, cut, query_moves
 from .routes import Route, Rows, begin_moves, rows_at
 from .shares import Ints, Requests, Shares
 
@@ -65,7 +65,7 @@ class Ring(NamedTuple):
         rows_moving = begin_moves(ranks, [(q, own_q, self.queries)])
         outs = q.new_zeros((*own_q.shape[:2], v.shape[2]), dtype=torch.float32)
         lses = q.new_full(own_q.shape[:2], float("-inf"), dtype=torch.float32)
-        moving, keys = begin(self.steps[0])
+        moving, keys = begin(self.steps[0]) if self.steps else (rows_moving, [])
         rows_moving.wait()
         failed: Exception | None = None
         for i, step in enumerate(self.steps):
@@ -128,15 +128,26 @@ def plan_ring(
     begin, end = shares.of(rank)
     place = np.cumsum(end - begin) - (end - begin)
     runs = runs_of(requests, begin, end)
+    sent = clipped(
+        pages.rank, pages.bounds[pages.begin], pages.bounds[pages.end], requests.kv_shards, rank
+    )
+    # Runs of keys that the rank needs, ascending, each of one request and one home.
+    _, low, high = cut(*pages.of(rank), pages.indptr)
+    _, low, high = cut(pages.bounds[low], pages.bounds[high], requests.kv_shards)
+    home = np.searchsorted(requests.kv_shards, low, "right") - 1
+    homes = np.searchsorted(home, np.arange(size + 1))
     steps = []
     for step in range(size):
         source, target = (rank - step) % size, (rank + step) % size
-        _, low, high = _keys_of(requests, pages, rank, target)
-        own, first, last = _keys_of(requests, pages, source, rank)
+        first, last = (x[homes[source] : homes[source + 1]] for x in (low, high))
+        to_begin, to_rows = sent.of(target)
+        if not len(first) and not len(to_rows):
+            continue
+        own = _spans(requests, first, last)
         at = np.searchsorted(own.begin, first, "right") - 1
         keys = Route(
             Moves(
-                Spans(np.full(len(low), target), low - requests.kv_shards[rank], high - low),
+                Spans(np.full(len(to_rows), target), to_begin, to_rows),
                 Spans(
                     np.full(len(first), source),
                     own.first_page[at] * PAGE_SIZE + first - own.begin[at], last - first,
@@ -168,18 +179,11 @@ def plan_ring(
     return Ring(steps, finish, Route(query_moves(shares, requests, rank), ranks), pointwise)
 
 
-def _keys_of(
-    requests: Requests, pages: Pages, source: int, receiver: int
-) -> tuple[KeySpans, Ints, Ints]:
-    """The keys that a rank needs of another one: a span a request; begin and end of runs."""
-    begin, end = pages.of(receiver)
-    _, low, high = cut(begin, end, pages.indptr)
-    shard = requests.kv_shards[source : source + 2]
-    low, high = (np.clip(pages.bounds[x], *shard) for x in (low, high))
-    low, high = low[high > low], high[high > low]
+def _spans(requests: Requests, low: Ints, high: Ints) -> KeySpans:
+    """From the first to the last of the runs of keys of each request."""
     of = np.searchsorted(requests.kv_indptr, low, "right") - 1
     request, first, count = np.unique(of, return_index=True, return_counts=True)
     starts, ends = low[first], high[first + count - 1]
     num_pages = -(-(ends - starts) // PAGE_SIZE)
     first_page = np.cumsum(num_pages) - num_pages
-    return KeySpans(request, starts, ends, first_page, int(num_pages.sum())), low, high
+    return KeySpans(request, starts, ends, first_page, int(num_pages.sum()))

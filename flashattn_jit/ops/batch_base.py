@@ -204,6 +204,14 @@ class BatchBase:
         made = OverFormats(formats, sides, variant, Kernels(options), observed)
         return self._by_formats.setdefault((formats, rotate_back), made)
 
+    def share_kernels(self, other: BatchBase) -> None:
+        """Take kernels from what an object with equal options has loaded."""
+        self._kernels = other._kernels
+        self._by_formats = {
+            key: over._replace(kernels=other._by_formats[key].kernels)
+            for key, over in self._by_formats.items()
+        }
+
     @property
     def variant(self) -> Variant:
         """What is computed, with the scales of a kv_format."""
@@ -310,18 +318,10 @@ class BatchBase:
         return codes_of("k", k, own_k, of_k, params), codes_of("v", v, own_v, of_v, params)
 
     def _run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        more: Pairs,
-        params: Params,
-        scale: checks.Scale | None,
-        return_lse: bool,
-        partial: bool,
-        out: torch.Tensor | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, more: Pairs, params: Params,
+        scale: checks.Scale | None, return_lse: bool, partial: bool, out: torch.Tensor | None,
         lse: torch.Tensor | None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """The result of `run`. more: k and v of further levels of a cascade."""
         given: tuple[Any, ...] = (q, k, v)
         if out is not None:
