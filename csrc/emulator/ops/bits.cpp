@@ -92,13 +92,13 @@ void logic3(Warp& warp, const Insn& insn, uint32_t mask) {
   const uint32_t* a = warp.words(insn.slots[1]);
   const uint32_t* b = warp.words(insn.slots[2]);
   const uint32_t* c = warp.words(insn.slots[3]);
-  uint32_t minterm[8];
-  for (int i = 0; i < 8; ++i) minterm[i] = (insn.immediate >> i & 1) != 0 ? ~0u : 0u;
   for_lanes(mask, [&](int l) {
     const uint32_t x = a[l], y = b[l], z = c[l];
-    d[l] = (minterm[7] & x & y & z) | (minterm[6] & x & y & ~z) | (minterm[5] & x & ~y & z) |
-           (minterm[4] & x & ~y & ~z) | (minterm[3] & ~x & y & z) | (minterm[2] & ~x & y & ~z) |
-           (minterm[1] & ~x & ~y & z) | (minterm[0] & ~x & ~y & ~z);
+    uint32_t result = 0;
+    for (unsigned i = 0; i < 8; ++i)
+      if ((insn.immediate >> i & 1) != 0)
+        result |= (i & 4 ? x : ~x) & (i & 2 ? y : ~y) & (i & 1 ? z : ~z);
+    d[l] = result;
   });
 }
 
@@ -111,14 +111,11 @@ template <bool left, bool wrap> uint32_t funnel(uint32_t a, uint32_t b, uint32_t
 // Predicates are masks over the lanes: `operation` acts on all of them at once.
 enum PredicateOp : uint8_t { kPredAnd, kPredOr, kPredXor, kPredNot };
 void predicate_logic(Warp& warp, const Insn& insn, uint32_t mask) {
-  const uint32_t a = warp.predicate(insn.slots[1]) ^ ((insn.immediate & 1) != 0 ? ~0u : 0u);
-  const uint32_t b = insn.mode == kPredNot
-                         ? 0
-                         : warp.predicate(insn.slots[2]) ^ ((insn.immediate & 2) != 0 ? ~0u : 0u);
-  const uint32_t value = insn.mode == kPredAnd   ? a & b
-                         : insn.mode == kPredOr  ? a | b
-                         : insn.mode == kPredXor ? a ^ b
-                                                 : ~a;
+  auto operand = [&](int i) {
+    return warp.predicate(insn.slots[i]) ^ ((insn.immediate >> (i - 1) & 1) != 0 ? ~0u : 0u);
+  };
+  const uint32_t a = operand(1), b = insn.mode == kPredNot ? ~0u : operand(2);
+  const uint32_t value = insn.mode == kPredAnd ? a & b : insn.mode == kPredOr ? a | b : a ^ b;
   set_bits(warp.predicate(insn.slots[0]), mask, value);
 }
 

@@ -7,21 +7,8 @@
 namespace fajit::emulator {
 namespace {
 
-enum Comparison : uint8_t {
-  kEq,
-  kNe,
-  kLt,
-  kLe,
-  kGt,
-  kGe,
-  kEqu,
-  kNeu,
-  kLtu,
-  kLeu,
-  kGtu,
-  kGeu,
-  kNum
-};
+constexpr int kEq = 0, kNe = 1, kLt = 2, kLe = 3, kGt = 4, kGe = 5;
+constexpr int kEqu = 6, kNeu = 7, kLtu = 8, kLeu = 9, kGtu = 10, kGeu = 11, kNum = 12;
 constexpr int kUnordered = kNum + 1, kComparisons = kUnordered + 1;
 enum Combine : uint8_t { kNoCombine, kCombineAnd, kCombineOr, kCombineXor };
 

@@ -12,7 +12,7 @@ namespace {
 
 enum FloatOperation : uint8_t { kFloatMul, kFloatDiv, kFloatAdd, kFloatSub };
 
-template <int operation, class T> T compute(T x, T y) {
+template <class T> T compute(int operation, T x, T y) {
   return operation == kFloatMul   ? x * y
          : operation == kFloatDiv ? x / y
          : operation == kFloatAdd ? x + y
@@ -27,7 +27,7 @@ void arithmetic32(Warp& warp, const Insn& insn, uint32_t mask) {
   for_lanes(mask, [&](int l) {
     float x = bits_as<float>(a[l]), y = bits_as<float>(b[l]);
     if (ftz) x = flush(x), y = flush(y);
-    float r = canonical(compute<operation>(x, y));
+    float r = canonical(compute(operation, x, y));
     if (ftz) r = flush(r);
     if (sat) r = saturated(r);
     d[l] = bits_as<uint32_t>(r);
@@ -35,7 +35,7 @@ void arithmetic32(Warp& warp, const Insn& insn, uint32_t mask) {
 }
 
 template <int operation> double arithmetic64(double x, double y) {
-  return canonical(compute<operation>(x, y));
+  return canonical(compute(operation, x, y));
 }
 
 // Rounding modes .rz .rm .rp; slots[3] is used by fma only.
@@ -53,11 +53,7 @@ template <class T> void directed(Warp& warp, const Insn& insn, uint32_t mask) {
     volatile T z = fma ? load(insn.slots[3], l) : T{0}, r;
     {
       const HostRounding mode(insn.round);
-      if (fma) r = std::fma(T(x), T(y), T(z));
-      else if (insn.mode == kFloatMul) r = x * y;
-      else if (insn.mode == kFloatDiv) r = x / y;
-      else if (insn.mode == kFloatAdd) r = x + y;
-      else r = x - y;
+      r = fma ? std::fma(T(x), T(y), T(z)) : compute<T>(insn.mode, x, y);
     }
     T result = canonical(T(r));
     if constexpr (sizeof(T) == 4) {

@@ -9,8 +9,10 @@
 namespace fajit::emulator {
 namespace {
 
-enum Function : uint8_t { kRcp, kSqrt, kRsqrt, kSin, kCos, kLg2, kEx2, kTanh };
+using Function = double (*)(double);
 
+double rcp(double x) { return 1.0 / x; }
+double rsqrt(double x) { return 1.0 / std::sqrt(x); }
 // x rounded to 11 significant bits, half to even; exact for 0, infinities and NaN.
 double to_eleven_bits(double x) {
   constexpr double kShift = 0x1p42 + 1;  // Veltkamp's splitting: 53 - 11 bits are dropped
@@ -19,36 +21,23 @@ double to_eleven_bits(double x) {
   return c - (c - x);
 }
 
-template <int function> double evaluate(double x) {
-  switch (function) {
-    case kRcp: return 1.0 / x;
-    case kSqrt: return std::sqrt(x);
-    case kRsqrt: return 1.0 / std::sqrt(x);
-    case kSin: return std::sin(x);
-    case kCos: return std::cos(x);
-    case kLg2: return std::log2(x);
-    case kEx2: return std::exp2(x);
-    default: return to_eleven_bits(std::tanh(x));
-  }
-}
+double short_tanh(double x) { return to_eleven_bits(std::tanh(x)); }
 
-template <int function> void apply32(Warp& warp, const Insn& insn, uint32_t mask) {
+template <Function function> void apply32(Warp& warp, const Insn& insn, uint32_t mask) {
   uint32_t* d = warp.words(insn.slots[0]);
   const uint32_t* a = warp.words(insn.slots[1]);
   const bool ftz = (insn.flags & kFtz) != 0;
   for_lanes(mask, [&](int l) {
-    float x = bits_as<float>(a[l]);
-    if (ftz) x = flush(x);
+    const float x = bits_as<float>(a[l]);
     // The fp64 root and quotient of fp32 values, rounded to fp32, are the correctly rounded ones.
-    float r = canonical(static_cast<float>(evaluate<function>(x)));
-    if (ftz) r = flush(r);
-    d[l] = bits_as<uint32_t>(r);
+    const float r = canonical(static_cast<float>(function(ftz ? flush(x) : x)));
+    d[l] = bits_as<uint32_t>(ftz ? flush(r) : r);
   });
 }
 
-template <int function> double apply64(double a) { return canonical(evaluate<function>(a)); }
+template <Function function> double apply64(double a) { return canonical(function(a)); }
 // rcp.approx.ftz.f64: uses only the upper words of the operand and the result.
-template <int function> double apply64_upper(double a) {
+template <Function function> double apply64_upper(double a) {
   const uint64_t kept = bits_as<uint64_t>(a) & 0xffffffff'00000000ull;
   double x = bits_as<double>(kept);
   if (std::fpclassify(x) == FP_SUBNORMAL) x = std::copysign(0.0, x);
@@ -57,7 +46,7 @@ template <int function> double apply64_upper(double a) {
   return bits_as<double>(bits_as<uint64_t>(r) & 0xffffffff'00000000ull);
 }
 
-template <int function> void decode_function(Decoder& d) {
+template <Function function> void decode_function(Decoder& d) {
   if (d.accept("ftz")) d.insn.flags |= kFtz;
   const bool approximate = d.accept("approx");
   d.insn.round = d.rounding(Round::nearest);
@@ -78,13 +67,13 @@ template <int function> void decode_function(Decoder& d) {
 
 }  // namespace
 
-void decode_rcp(Decoder& d) { decode_function<kRcp>(d); }
-void decode_sqrt(Decoder& d) { decode_function<kSqrt>(d); }
-void decode_rsqrt(Decoder& d) { decode_function<kRsqrt>(d); }
-void decode_sin(Decoder& d) { decode_function<kSin>(d); }
-void decode_cos(Decoder& d) { decode_function<kCos>(d); }
-void decode_lg2(Decoder& d) { decode_function<kLg2>(d); }
-void decode_ex2(Decoder& d) { decode_function<kEx2>(d); }
-void decode_tanh(Decoder& d) { decode_function<kTanh>(d); }
+void decode_rcp(Decoder& d) { decode_function<rcp>(d); }
+void decode_sqrt(Decoder& d) { decode_function<std::sqrt>(d); }
+void decode_rsqrt(Decoder& d) { decode_function<rsqrt>(d); }
+void decode_sin(Decoder& d) { decode_function<std::sin>(d); }
+void decode_cos(Decoder& d) { decode_function<std::cos>(d); }
+void decode_lg2(Decoder& d) { decode_function<std::log2>(d); }
+void decode_ex2(Decoder& d) { decode_function<std::exp2>(d); }
+void decode_tanh(Decoder& d) { decode_function<short_tanh>(d); }
 
 }  // namespace fajit::emulator
