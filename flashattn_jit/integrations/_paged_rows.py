@@ -200,7 +200,7 @@ class PagedLayers:
         elif cache.spec.groups[group].v_in_k:
             keys = (cache.latents(layer),)
         else:
-            keys = step.tensors(layer)
+            keys = step.tensors(layer, attention)
         out = attention.run(query, *keys, scale=call.scaling, **call.params)
         assert isinstance(out, Tensor)
         return out

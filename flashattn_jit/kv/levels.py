@@ -102,8 +102,10 @@ class StepPlanner:
             return attention.plan(step.q_indptr, paged, **mask_params)
 
         def planned(levels: list[CascadeLevel]) -> Plan:
-            step.num_levels[group] = len(levels)
-            return attention.plan(levels, **mask_params)
+            plan = attention.plan(levels, **mask_params)
+            for number in (attention.number, None):
+                step.num_levels[group, number] = len(levels)
+            return plan
 
         flat = self._with_tail(step, group, [CascadeLevel(step.q_indptr, paged)])
         decided = (attention.number, _members(step))

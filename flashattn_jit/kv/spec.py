@@ -246,7 +246,7 @@ class Spec:
         dtype: of keys and values that are not quantised.
 
     stores: what has pages of its own: the groups, and behind them, as further groups, the tails of
-    those that have one.
+    those that have one. tails: the number, in stores, of each group's tail, or None.
 
     Raises InputError for layers that are missing or named twice, and for values out of range.
 
@@ -258,6 +258,7 @@ class Spec:
     page_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     stores: tuple[Group, ...] = field(init=False, repr=False)
+    tails: tuple[int | None, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         groups = (self.groups,) if isinstance(self.groups, Group) else self.groups
@@ -283,8 +284,8 @@ class Spec:
                 "the groups must have the layers from 0 on, each once; missing: "
                 f"{missing or 'none'}, named twice: {twice or 'none'}"
             )
-        tails = [g for g in groups if g.has_tail]
-        if tails and self.page_size % CHANNEL_BLOCK:
+        with_tail = [g for g in groups if g.has_tail]
+        if with_tail and self.page_size % CHANNEL_BLOCK:
             raise InputError(
                 f"page_size={self.page_size}, but a group has scales of channels, one for "
                 f"{CHANNEL_BLOCK} tokens: pass page_size={CHANNEL_BLOCK} or a multiple of it"
@@ -295,27 +296,23 @@ class Spec:
                 g, variant=Chunked(self.page_size), mask_params={}, reclaim="holes", transform=None,
                 kv_format=None,
             )
-            for g in tails
+            for g in with_tail
         ]  # fmt: skip
         object.__setattr__(self, "stores", (*groups, *stores))
+        numbers = iter(range(len(groups), len(self.stores)))
+        tails = tuple(next(numbers) if g.has_tail else None for g in groups)
+        object.__setattr__(self, "tails", tails)
 
     @property
     def num_layers(self) -> int:
         """Layers of all groups."""
         return sum(len(g.layers) for g in self.groups)
 
-    def tail_of(self, group: int) -> int | None:
-        """The number, in `stores`, of a group's tail; None where it has none."""
-        if not self.groups[group].has_tail:
-            return None
-        return len(self.groups) + sum(g.has_tail for g in self.groups[:group])
-
     def store_name(self, number: int) -> str:
         """One of `stores` in words."""
         if number < len(self.groups):
             return f"group {number}"
-        tails = [self.tail_of(g) for g in range(len(self.groups))]
-        return f"the tail of group {tails.index(number)}"
+        return f"the tail of group {self.tails.index(number)}"
 
     def page_bytes(self, group: int) -> int:
         """Bytes of one page of a group, or of another one of `stores`: keys and values of page_size

@@ -53,8 +53,8 @@ class Step:
         self._paged: dict[int, Paged] = {}
         self._appends: dict[int, AppendPlan] = {}
         self._tail_appends: dict[int, TailAppend] = {}
-        self.num_levels: dict[int, int] = {}
-        """Levels of the plan in force, by group."""
+        self.num_levels: dict[tuple[int, int | None], int] = {}
+        """Levels of the plans in force, by group and number of the attention; None for the last."""
         self.is_open = False
         self._make_room()
 
@@ -152,14 +152,14 @@ class Step:
         size, tables = self._cache.spec.page_size, [seq.tables[group] for seq, _ in self._items]
         lengths = np.array([s.tokens.length - s.removed[group] for s, _ in self._items], np.int64)
         lengths += np.array(self._counts, np.int64)
-        if self._cache.spec.tail_of(group) is not None:
+        if self._cache.spec.tails[group] is not None:
             lengths -= lengths % size
         return self.to_paged([t.view for t in tables], lengths, skipped)
 
     def tail_pages(self, group: int) -> Paged | None:
         """The page of each sequence in the tail of a group, without those that are full; None for
         a group without a tail."""
-        tail, size = self._cache.spec.tail_of(group), self._cache.spec.page_size
+        tail, size = self._cache.spec.tails[group], self._cache.spec.page_size
         if tail is None:
             return None
         lengths = np.array([seq.tokens.length for seq, _ in self._items], np.int64)
@@ -221,8 +221,12 @@ class Step:
         group = self._cache.check_group(group)
         return self._cache.planners[group].plan(self, attention, group, mask_params)
 
-    def tensors(self, layer: int) -> tuple[Any, ...]:
-        """What `run` of the attention that is planned for a layer's group takes behind q.
+    def tensors(self, layer: int, attention: BatchBase | None = None) -> tuple[Any, ...]:
+        """What `run` of an attention that is planned for a layer's group takes behind q.
+
+        Args:
+            layer: the number of the layer.
+            attention: by default the one that was planned last.
 
         Returns:
             `Cache.tensors`; of a group with a tail a list, of one (k, v) for each level of the
@@ -235,13 +239,14 @@ class Step:
         """
         self._check("tensors()")
         full, group = self._cache.tensors(layer), self._cache.group_of(layer)
-        if self._cache.spec.tail_of(group) is None:
+        if self._cache.spec.tails[group] is None:
             return full
-        if group not in self.num_levels:
+        levels = self.num_levels.get((group, None if attention is None else attention.number))
+        if levels is None:
             raise InputError(
                 f"group {group} is not planned yet: call plan(attention, {group}) first"
             )
-        return ([full] * (self.num_levels[group] - 1) + [self._cache.tails(layer)],)
+        return ([full] * (levels - 1) + [self._cache.tails(layer)],)
 
     def append(self, layer: int, /, k: torch.Tensor, v: torch.Tensor, **params: object) -> None:
         """Write the keys and values of the new tokens into a layer's pages.
@@ -259,7 +264,7 @@ class Step:
         """
         self._check("append()")
         views, group = self._cache.tensors(layer), self._cache.group_of(layer)
-        if self._cache.spec.tail_of(group) is not None:
+        if self._cache.spec.tails[group] is not None:
             if group not in self._tail_appends:
                 self._tail_appends[group] = TailAppend(self, self._cache.spec, group)
             self._tail_appends[group].run(k, v, views, self._cache.tails(layer), params)

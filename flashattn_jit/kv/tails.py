@@ -30,7 +30,7 @@ class TailAppend:
     """Where the new rows of a step go in a group with a tail, found once for all layers."""
 
     def __init__(self, step: Step, spec: Spec, group: int) -> None:
-        tail, size = spec.tail_of(group), spec.page_size
+        tail, size = spec.tails[group], spec.page_size
         assert tail is not None
         own = spec.groups[group]
         self._formats = own.formats

@@ -298,9 +298,8 @@ def _group(spec: Spec, group: int, kv_len: int) -> GroupEstimate:
     g, kind = spec.stores[group], ""
     assert g.num_q_heads is not None and g.head_dim_v is not None
     full = kv_len // spec.page_size * spec.page_size
-    tails = [spec.tail_of(i) for i in range(len(spec.groups))]
-    if group in tails:
-        keys, kind = _keys_read(spec.groups[tails.index(group)], spec, kv_len, full), "tail"
+    if group in spec.tails:
+        keys, kind = _keys_read(spec.groups[spec.tails.index(group)], spec, kv_len, full), "tail"
     else:
         keys = _keys_read(g, spec, kv_len) - (
             _keys_read(g, spec, kv_len, full) if g.has_tail else 0

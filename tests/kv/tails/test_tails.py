@@ -9,6 +9,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import InputError
+from flashattn_jit.ops.plan import Plan
 from tests.kv.engine import contents, same
 
 HEADS, DIM, DIM_V, SIZE = 2, 24, 16, 64
@@ -275,6 +276,24 @@ def attention(kind: Any = fa.CascadeAttention) -> Any:
         fa.Causal(), num_q_heads=2 * HEADS, num_kv_heads=HEADS, head_dim=DIM, head_dim_v=DIM_V,
         q_dtype=torch.float32,
     )  # fmt: skip
+
+
+def test_attentions_of_one_group_may_have_other_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = made((Format("int8", "channel"), None))
+    first = cache.open([0])
+    grow(cache, first, 200)
+    second = cache.open(list(range(201)))
+    one, two = attention(), attention()
+    times = iter([2.0, 1.0, 1.0, 2.0])  # a cascade is faster for one, and slower for the other
+    monkeypatch.setattr(Plan, "predicted_ns", property(lambda plan: next(times)))
+    with cache.step([(first, [1]), (second, [2])]) as step:
+        step.plan(one)
+        step.plan(two)
+        assert [len(step.tensors(0, x)[0]) for x in (one, two, None)] == [3, 2, 2]
+        step.append(0, *(rows(0, part, 200, 202) for part in (0, 1)))
+        q = torch.randn(2, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(1))
+        outs = [x.run(q, *step.tensors(0, x)) for x in (one, two)]
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_step_refuses() -> None:
