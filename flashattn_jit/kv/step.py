@@ -149,24 +149,24 @@ class Step:
 
     def own_pages(self, group: int, skipped: NDArray[np.int64] | int) -> Paged:
         """`paged` without the first `skipped` pages of each sequence."""
-        size, tables = self._cache.spec.page_size, [seq.tables[group] for seq, _ in self._items]
-        lengths = np.array([s.tokens.length - s.removed[group] for s, _ in self._items], np.int64)
-        lengths += np.array(self._counts, np.int64)
+        lengths = self._lengths(group)
         if self._cache.spec.tails[group] is not None:
-            lengths -= lengths % size
-        return self.to_paged([t.view for t in tables], lengths, skipped)
+            lengths -= lengths % self._cache.spec.page_size
+        return self.to_paged([seq.tables[group].view for seq, _ in self._items], lengths, skipped)
 
     def tail_pages(self, group: int) -> Paged | None:
         """The page of each sequence in the tail of a group, without those that are full; None for
         a group without a tail."""
-        tail, size = self._cache.spec.tails[group], self._cache.spec.page_size
+        tail, lengths = self._cache.spec.tails[group], self._lengths(group)
         if tail is None:
             return None
-        lengths = np.array([seq.tokens.length for seq, _ in self._items], np.int64)
-        lengths += np.array(self._counts, np.int64)
-        return self.to_paged(
-            [seq.tables[tail].view for seq, _ in self._items], lengths, lengths // size
-        )
+        tables = [seq.tables[tail].view for seq, _ in self._items]
+        return self.to_paged(tables, lengths, lengths // self._cache.spec.page_size)
+
+    def _lengths(self, group: int) -> NDArray[np.int64]:
+        """The keys of each sequence in a group, new tokens counted."""
+        lengths = np.array(self._starts, np.int64) + np.array(self._counts, np.int64)
+        return lengths - np.array([seq.removed[group] for seq, _ in self._items], np.int64)
 
     def to_paged(
         self, tables: Items[Ints], lengths: NDArray[np.int64], skipped: NDArray[np.int64] | int = 0
