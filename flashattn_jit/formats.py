@@ -152,13 +152,13 @@ class Format:
         return self.values.dtype
 
     @property
-    def _channels(self) -> int | None:
+    def channels(self) -> int | None:
         """Channels that share a scale; None for all of a row."""
         return 1 if self.scale == "channel" else self.group
 
     def decoding(self, head_dim: int) -> Decoding:
         """What kernels must know of rows of `head_dim`."""
-        groups = 1 if self._channels is None else max(1, head_dim // self._channels)
+        groups = 1 if self.channels is None else max(1, head_dim // self.channels)
         blocks, codebook = self.scale in ("page_head", "channel"), bool(self.values.book)
         return Decoding(groups, blocks, self.zero, codebook, self.rotate, self.scale_dtype)
 
@@ -170,12 +170,14 @@ class Format:
             raise InputError(f"group={self.group} does not divide {name}={head_dim}")
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of a row of `head_dim` codes, with its own scales and zero points if it has any."""
+        """Bytes of a row of `head_dim` codes, with its own scales and zero points if it has any;
+        with its share, rounded up, of those of channels."""
         codes = head_dim // per_element(self.dtype)
-        if self.scale != "token_head":
+        if self.scale not in ("token_head", "channel"):
             return codes
-        numbers = head_dim // (self.group or head_dim) * (2 if self.zero else 1)
-        return codes + numbers * self.scale_dtype.itemsize
+        numbers = head_dim // (self.channels or head_dim) * (2 if self.zero else 1)
+        slots = CHANNEL_BLOCK if self.scale == "channel" else 1
+        return codes + -(-numbers * self.scale_dtype.itemsize // slots)
 
     def quantize(self, x: Tensor, *, heads_dim: int = -2) -> Stored:
         """The codes of `x` and their scales, the least at which no code is beyond the largest.
@@ -210,7 +212,7 @@ class Format:
         x = hadamard(x) if self.rotate else x
         slots, heads = _slots_dim(x.dim(), heads_dim), heads_dim % x.dim()
         block = self._block(x, slots)
-        group = self._channels or max(1, x.shape[-1])
+        group = self.channels or max(1, x.shape[-1])
         # [..., blocks, slots of a block, ..., groups, channels of a group]
         parts = (*x.shape[:slots], x.shape[slots] // block, block, *x.shape[slots + 1 : -1])
         y = x.reshape(*parts, x.shape[-1] // group, group)
@@ -228,12 +230,12 @@ class Format:
 
         def of_blocks(numbers: Tensor) -> Tensor:
             numbers = numbers.squeeze(-1).squeeze(slots + 1)
-            return numbers.squeeze(-1) if self._channels is None else numbers
+            return numbers.squeeze(-1) if self.channels is None else numbers
 
         return Stored(
             _encoded(scaled, code.dtype, book), of_blocks(scales),
             None if zeros is None else of_blocks(zeros), book,
-            group=self._channels, block=block, rotated=self.rotate,
+            group=self.channels, block=block, rotated=self.rotate,
         )  # fmt: skip
 
     def _block(self, x: Tensor, slots: int) -> int:

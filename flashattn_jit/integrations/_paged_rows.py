@@ -184,12 +184,6 @@ class PagedLayers:
         if layer not in self._appended:
             step.append(layer, key, value)
             self._appended.add(layer)
-        if call.expanded is not None:
-            keys: tuple[Any, ...] = call.expanded
-        elif cache.spec.groups[group].v_in_k:
-            keys = (cache.latents(layer),)
-        else:
-            keys = cache.tensors(layer)
         kind = (group, call.parts, query.shape[1], query.dtype, call.expanded is not None)
         attention = self._attentions.get(kind)
         if attention is None:
@@ -201,6 +195,12 @@ class PagedLayers:
                 assert isinstance(attention, BatchAttention)
                 self.plans[kind] = attention.plan(step.q_indptr, Ragged(step.q_indptr))
             self._planned.add(kind)
+        if call.expanded is not None:
+            keys: tuple[Any, ...] = call.expanded
+        elif cache.spec.groups[group].v_in_k:
+            keys = (cache.latents(layer),)
+        else:
+            keys = step.tensors(layer, attention)
         out = attention.run(query, *keys, scale=call.scaling, **call.params)
         assert isinstance(out, Tensor)
         return out
@@ -216,12 +216,14 @@ class PagedLayers:
                 head_dim=key.shape[2], head_dim_v=value.shape[2], q_dtype=query.dtype,
                 kv_dtype=key.dtype, device=self.cache.device,
             )  # fmt: skip
-        kv_format = spec.formats[0] if spec.v_in_k else spec.formats
+        # Of a group with a tail the plans of steps say the formats of levels.
+        formats = (None, None) if spec.has_tail else spec.formats
         return CascadeAttention(
             variant, num_q_heads=num_q_heads, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, head_dim_v=spec.head_dim_v, v_in_k=spec.v_in_k,
-            q_dtype=query.dtype, device=self.cache.device, kv_format=kv_format,
-            kv_dtype=None if all(spec.formats) else self.cache.spec.dtype,
+            q_dtype=query.dtype, device=self.cache.device,
+            kv_format=formats[0] if spec.v_in_k else formats,
+            kv_dtype=None if all(formats) else self.cache.spec.dtype,
         )  # fmt: skip
 
     @property

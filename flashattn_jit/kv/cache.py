@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ..errors import InputError, OutOfPages, SequenceError
 from ..formats import Codes
 from ..ops.arguments.checks import INT32_MAX, check_device, check_int, shown
+from .capacity.costs import recompute_ns
 from .copies import Saved
-from .costs import recompute_ns
 from .int_buffer import Ints
 from .levels import StepPlanner
 from .pages import NULL, Layout, Pages
@@ -42,7 +42,10 @@ class Cache:
     Args:
         spec: what is stored for each token.
         num_pages: pages of each group, an int for all groups or one for each. A null page, of
-            zeros, comes on top.
+            zeros, comes on top. Where groups have tails, one for each of `Spec.stores`: the groups,
+            then the tails. A sequence whose last page is not full has one page of a tail, and one
+            more while a step of several tokens fills that page and begins another one. `lookback`
+            keeps up to ``ceil(lookback / page_size)`` more.
         max_kv_len: positions that a sequence may have.
         device: of the pages. "meta" for a cache without memory, which hands out pages, shares and
             reclaims them as any other: to count them. It takes no keys, plans or suspensions.
@@ -103,17 +106,20 @@ class Cache:
         meta = isinstance(device, str | torch.device) and str(device) == "meta"
         self.device = torch.device("meta") if meta else check_device(device)
         self._eviction, self._clock = eviction, clock
-        self.masks = [MaskPages(g, spec.page_size, self.max_kv_len) for g in spec.groups]
+        self.masks = [MaskPages(g, spec.page_size, self.max_kv_len) for g in spec.stores]
         self.pools = [
             Pages(g, n, spec.page_size, spec.dtype, self.device, layout)
-            for g, n in zip(spec.groups, counts, strict=True)
+            for g, n in zip(spec.stores, counts, strict=True)
         ]
         self.tree = PageTree(self.pools, spec.page_size, spec.fingerprint)
         self._layers: dict[int, tuple[Codes, Codes]] = {}
         self._rows: dict[int, Codes] = {}
-        for g, pool in zip(spec.groups, self.pools, strict=True):
+        self._tails: dict[int, tuple[Codes, Codes]] = {}
+        for g, pool in zip(spec.groups, self.pools, strict=False):
             self._layers.update(zip(g.layers, pool.views, strict=True))
             self._rows.update(zip(g.layers, pool.rows, strict=False))
+        for g, pool in [*zip(spec.stores, self.pools, strict=True)][len(spec.groups) :]:
+            self._tails.update(zip(g.layers, pool.views, strict=True))
         self._group_of = {x: i for i, g in enumerate(spec.groups) for x in g.layers}
         self._sequences: dict[int, Sequence] = {}
         self._numbers = itertools.count()
@@ -125,21 +131,28 @@ class Cache:
         """
         self.counters = Counters(len(counts))
         self.planners = [
-            StepPlanner(g, mask) for g, mask in zip(spec.groups, self.masks, strict=True)
+            StepPlanner(g, mask) for g, mask in zip(spec.groups, self.masks, strict=False)
         ]
         self.reclaiming = [g for g, mask in enumerate(self.masks) if mask.reclaims]
-        """The groups whose masks give up pages."""
+        """The numbers of `Spec.stores` whose masks give up pages."""
 
     def _counts(self, num_pages: object) -> list[int]:
-        groups = len(self.spec.groups)
+        groups, stores = len(self.spec.groups), len(self.spec.stores)
+        tails = f" and {stores - groups} tails" if stores > groups else ""
         if isinstance(num_pages, Items) and not isinstance(num_pages, str):
-            if len(num_pages) != groups:
+            if len(num_pages) != stores:
                 raise InputError(
-                    f"num_pages has {len(num_pages)} entries, but the spec has {groups} groups"
+                    f"num_pages has {len(num_pages)} entries, but the spec has {groups} "
+                    f"groups{tails}"
                 )
             return [
                 check_int(f"num_pages[{i}]", n, 1, INT32_MAX - 1) for i, n in enumerate(num_pages)
             ]
+        if tails:
+            raise InputError(
+                f"num_pages={shown(num_pages)}, but the spec has {groups} groups{tails}: pass the "
+                "pages of each group, then those of each tail, of which an open sequence has one"
+            )
         return [check_int("num_pages", num_pages, 1, INT32_MAX - 1)] * groups
 
     # --- sequences --------------------------------------------------------------------------------
@@ -206,9 +219,7 @@ class Cache:
         seq.tokens.extend(tokens)
         for pool, mask, table, held in zip(self.pools, self.masks, seq.tables, there, strict=True):
             if mask.reclaims:
-                held = np.where(
-                    mask.given_up(self._first_query(len(tokens)), len(held)), NULL, held
-                )
+                held = np.where(mask.given_up(self.first_query(len(tokens)), len(held)), NULL, held)
             table.extend(held)
             pool.hold(held)
 
@@ -221,15 +232,17 @@ class Cache:
         size, last = self.spec.page_size, -1
         while count != last:
             last = count
-            for pages, mask in zip(there, self.masks, strict=True):
+            for group, (pages, mask) in enumerate(zip(there, self.masks, strict=True)):
+                if group == len(self.spec.groups):
+                    break  # tails, which no prefix has
                 lacking = pages[:count] == NULL
                 if mask.reclaims and lacking.any():
-                    lacking &= ~mask.given_up(self._first_query(count * size), count)
+                    lacking &= ~mask.given_up(self.first_query(count * size), count)
                 found = np.flatnonzero(lacking)
                 count = int(found[0]) if len(found) else count
         return count
 
-    def _first_query(self, kv_len: int) -> int:
+    def first_query(self, kv_len: int) -> int:
         """The first position that may still be asked for at a length."""
         return max(0, kv_len - self.lookback)
 
@@ -303,9 +316,9 @@ class Cache:
             if kept is not None:
                 evictable -= pages.count_unused(kept[group])
             if short[group] > evictable:
-                count, free = needed[group], pages.num_free
+                count, free, name = needed[group], pages.num_free, self.spec.store_name(group)
                 raise OutOfPages(
-                    f"group {group} needs {count} more pages, but has {free} free and {evictable} "
+                    f"{name} needs {count} more pages, but has {free} free and {evictable} "
                     f"evictable of {pages.num_pages}: close() or suspend() sequences, or make the "
                     "cache with more num_pages",
                     needed=count, free=free, evictable=evictable, group=group,
@@ -362,14 +375,14 @@ class Cache:
         """Release the pages that no later query of the sequence reads, by the groups' masks."""
         size = self.spec.page_size
         for group in self.reclaiming:
-            length = seq.group_len(group)
-            q_from = self._first_query(length)
+            length = seq.tokens.length - seq.removed[group]
+            q_from = self.first_query(length)
             table = seq.tables[group]
             whole = length // size  # the last page, while it fills, stays
             live = table.view[:whole]
             dead = self.masks[group].given_up(q_from, whole)
             gone = np.flatnonzero(dead & (live != NULL))
-            holes = self.spec.groups[group].reclaim == "holes"
+            holes = self.spec.stores[group].reclaim == "holes"
             # Dead entries of a prefix that was found are null already: compaction drops them too.
             if not (len(gone) if holes else dead.any()):
                 continue
@@ -394,13 +407,26 @@ class Cache:
 
         Returns:
             k_pages [num_pages + 1, page_size, num_kv_heads, head_dim] and v_pages, views; of a
-            group with a format `fa.kv.Stored`. Of latent attention (v_in_k) the latents
+            group with a format `fa.kv.Stored`: where it has a tail, of the full pages alone; see
+            `Step.tensors`. Of latent attention (v_in_k) the latents
             [num_pages + 1, page_size, 1, head_dim_v] and the rotary parts [..., head_dim -
             head_dim_v]; `latents` has both as one.
 
         Raises InputError for a number that no layer has.
         """
         return self._layers[check_int("layer", layer, 0, self.spec.num_layers - 1)]
+
+    def tails(self, layer: int) -> tuple[Codes, Codes]:
+        """`tensors` of the tail of the layer's group: rows that are not quantised yet.
+
+        Raises InputError for a number that no layer has, and for a group without a tail.
+        """
+        layer = check_int("layer", layer, 0, self.spec.num_layers - 1)
+        if layer not in self._tails:
+            raise InputError(
+                f"layer {layer} has no tail, as no scales of its group are of channels"
+            )
+        return self._tails[layer]
 
     def latents(self, layer: int) -> Codes:
         """The pages of a layer of latent attention: rows of a latent and its rotary part.

@@ -43,8 +43,10 @@ def _check_pages(cache: Cache, group: int, pages: Pages) -> None:
         refs[held] += 1
         assert seq.removed[group] % size == 0
         if not seq.in_step:
-            least = -(-seq.group_len(group) // size)
+            length = seq.tokens.length - seq.removed[group]
+            least = -(-length // size)
             assert len(table) == least, f"{where}{seq} has {len(table)} pages, needs {least}"
+            assert length % size == 0 or table[-1] != NULL, f"{where}{seq} lacks its last page"
     assert (refs == pages.refs).all(), f"{where}refs differ from the tables"
     owner = np.full(pages.num_pages + 1, -1, np.int32)
     for node in cache.tree.nodes():

@@ -6,6 +6,7 @@ their tables changes before its end (`Sequence.version`), tables only grow behin
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -59,7 +60,17 @@ class StepPlanner:
         self._cascades = False
 
     def levels(self, step: Step, group: int) -> list[CascadeLevel]:
-        """The pages of a step as levels, the sequences' own last."""
+        """The pages of a step as levels, the sequences' own last, then those of the tail."""
+        return self._with_tail(step, group, self._full_pages(step, group))
+
+    def _with_tail(self, step: Step, group: int, levels: list[CascadeLevel]) -> list[CascadeLevel]:
+        tail, formats = step.tail_pages(group), self._group.formats
+        if tail is None:
+            return levels
+        own = CascadeLevel(step.q_indptr, tail, kv_format=(None, None))
+        return [*(replace(level, kv_format=formats) for level in levels), own]
+
+    def _full_pages(self, step: Step, group: int) -> list[CascadeLevel]:
         members = _members(step)
         shared = self._shared
         if shared is None or shared.members != members:
@@ -83,22 +94,33 @@ class StepPlanner:
         mask_params = self._params(step, attention, group, mask_params)
         paged = step.paged(group)
         if isinstance(attention, BatchAttention):
+            if self._group.has_tail:
+                raise InputError(
+                    f"group {group} has scales of channels, so that its newest keys are a level of "
+                    "their own, which fa.BatchAttention does not read: pass an fa.CascadeAttention"
+                )
             return attention.plan(step.q_indptr, paged, **mask_params)
-        flat = [CascadeLevel(step.q_indptr, paged)]
+
+        def planned(levels: list[CascadeLevel]) -> Plan:
+            plan = attention.plan(levels, **mask_params)
+            for number in (attention.number, None):
+                step.num_levels[group, number] = len(levels)
+            return plan
+
+        flat = self._with_tail(step, group, [CascadeLevel(step.q_indptr, paged)])
         decided = (attention.number, _members(step))
         num_keys = int(paged.page_indptr[-1])
         if decided == self._decided and num_keys <= self._num_keys * _KEPT_GROWTH:
-            levels = self.levels(step, group) if self._cascades else flat
-            return attention.plan(levels, **mask_params)
+            return planned(self.levels(step, group) if self._cascades else flat)
         levels = self.levels(step, group)
-        plan = attention.plan(flat, **mask_params)
+        plan = planned(flat)
         cascades = False
-        if len(levels) > 1:
+        if len(levels) > len(flat):
             expected = plan.predicted_ns
-            plan = attention.plan(levels, **mask_params)
+            plan = planned(levels)
             cascades = plan.predicted_ns < expected
             if not cascades:
-                plan = attention.plan(flat, **mask_params)
+                plan = planned(flat)
         self._decided, self._num_keys, self._cascades = decided, num_keys, cascades
         return plan
 

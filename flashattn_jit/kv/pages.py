@@ -180,8 +180,7 @@ class Pages:
                     continue
                 if form.values.book and form not in books:
                     books[form] = torch.tensor(form.values.book, dtype=torch.float32, device=device)
-                groups = () if form.group is None else (dims[part] // form.group,)
-                shape = (page_size, group.num_kv_heads, *groups)
+                shape = group.numbers_shape(form, dims[part], page_size)
                 pair.append(self._stored(view, form, books.get(form), shape))
             if len(pair) == 1:
                 latent, rotary = group.part_dims
@@ -202,7 +201,10 @@ class Pages:
             self.memory.append(held)
             numbers.append(held.unflatten(1, shape))
         zeros = numbers[1] if form.zero else None
-        return Stored(codes, numbers[0], zeros, book, group=form.group, rotated=form.rotate)
+        return Stored(
+            codes, numbers[0], zeros, book, group=form.channels, block=codes.shape[1] // shape[0],
+            rotated=form.rotate,
+        )  # fmt: skip
 
 
 def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

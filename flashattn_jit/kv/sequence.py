@@ -47,7 +47,7 @@ class Sequence:
 
         `trim` leaves it, so it may be larger than kv_len then; a fork has that of its sequence.
         """
-        num_groups = len(cache.spec.groups)
+        num_groups = len(cache.spec.stores)
         self.tokens = IntBuffer(dtype=np.int64)
         self.tables = [IntBuffer() for _ in range(num_groups)]
         self.removed = [0] * num_groups  # keys that compaction has removed, by group
@@ -122,7 +122,8 @@ class Sequence:
 
         Raises:
             InputError: kv_len is not in 0 to the sequence's; or a query at kv_len reads pages that
-                the mask of a group has given up: keep them by the cache's `lookback`.
+                the mask of a group has given up, or kv_len is in a page of which a tail has no rows
+                any more, as it was quantised: keep them by the cache's `lookback`.
             SequenceError: the sequence is closed, suspended or in an open step.
         """
         kv_len = self.check_trim(kv_len)
@@ -159,12 +160,21 @@ class Sequence:
         if left % self.cache.spec.page_size:
             dead[-1] = False  # new tokens go to its last page
         lost = (table[: len(dead)] == NULL) & ~dead
-        if lost.any() or kv_len < self.least_len[group]:
+        if not lost.any() and kv_len >= self.least_len[group]:
+            return
+        spec = self.cache.spec
+        if group >= len(spec.groups):
             raise InputError(
-                f"kv_len={kv_len} is too far back: a query there reads keys of group {group} that "
-                f"its mask has given up at kv_len={self.kv_len}; make the cache with a larger "
-                f"lookback than {self.cache.lookback}"
+                f"kv_len={kv_len} is in a page that was quantised, whose rows "
+                f"{spec.store_name(group)} has not kept: trim to a multiple of page_size="
+                f"{spec.page_size}, or make the cache with a larger lookback than "
+                f"{self.cache.lookback}; of pages that open() found there are no rows"
             )
+        raise InputError(
+            f"kv_len={kv_len} is too far back: a query there reads keys of group {group} that "
+            f"its mask has given up at kv_len={self.kv_len}; make the cache with a larger "
+            f"lookback than {self.cache.lookback}"
+        )
 
     def suspend(self) -> None:
         """Move the contents of the sequence's pages to host memory, in one copy, and release them.

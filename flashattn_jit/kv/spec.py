@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import torch
 
 from ..codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ..errors import FlashAttnJitError, InputError, ParamError
-from ..formats import Formats, KvFormat, kv_bytes, read_formats
+from ..formats import CHANNEL_BLOCK, Format, Formats, KvFormat, kv_bytes, read_formats
 from ..ops.append import check_applied_once, check_transform
 from ..ops.arguments.checks import check_heads, check_int, shown
 from ..ops.planning.batch_params import stand_ins
@@ -53,9 +54,12 @@ class Group:
             pages, as for `fa.plan_append`: keys are then rotated or normed once, not whenever they
             are read. `variant` is without these hooks. Not with "compact", which gives keys new
             positions. Head dims are then 1 to 576.
-        kv_format: an `fa.kv.Format` with scales of each token and head, or a pair of one for keys
-            and one for values, either of which may be None: appends quantise, after the transform,
-            and `Cache.tensors` has `fa.kv.Stored`. With v_in_k, of the latents; a
+        kv_format: an `fa.kv.Format` with scales of each token and head or of channels, or a pair of
+            one for keys and one for values, either of which may be None: appends quantise, after
+            the transform, and `Cache.tensors` has `fa.kv.Stored`. With scales of channels the
+            group has a tail (KIVI, Liu et al. 2024, arXiv 2402.02750): keys and values of a page
+            are quantised when it is full, and until then they are kept as they are, in pages of
+            the tail; not with "compact" or v_in_k. With v_in_k, of the latents; a
             pair is of the latents and of the rotary part, which attention reads where both are one
             format of 8 bits, in groups of channels that divide both.
         v_in_k: latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): a token has one
@@ -113,12 +117,18 @@ class Group:
         for f, name, dim in zip(self.formats, self._part_names, self.part_dims, strict=True):
             if f is not None:
                 f.check_head_dim(name, dim)
-            if f is not None and f.scale != "token_head":
+            if f is not None and f.scale not in ("token_head", "channel"):
                 raise InputError(
                     f"kv_format has scale={f.scale!r}, but a cache stores scales of each token and "
-                    "head: a scale that more tokens share would have to be known before; pass "
-                    'scale="token_head"'
+                    "head, or of channels of 64 tokens: one that more tokens share would have to "
+                    'be known before; pass scale="token_head" or "channel"'
                 )
+        if self.has_tail and (self.v_in_k or self.reclaim == "compact"):
+            what = "v_in_k=True" if self.v_in_k else 'reclaim="compact", which moves keys,'
+            raise InputError(
+                f"{what} does not go with scale='channel', whose newest tokens wait in pages of "
+                'their own; pass scale="token_head"'
+            )
         if self.transform is not None:
             self._check_transform(self.transform)
 
@@ -127,6 +137,11 @@ class Group:
         """The formats of keys and of values; with v_in_k of latents and of the rotary part."""
         latents, rest = read_formats(self.kv_format)
         return latents, None if self.v_in_k and not isinstance(self.kv_format, tuple) else rest
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether rows wait for their page to be full before they are quantised."""
+        return any(f is not None and f.scale == "channel" for f in self.formats)
 
     @property
     def part_dims(self) -> tuple[int, int]:
@@ -176,6 +191,12 @@ class Group:
         mixed = dtypes[0] != dtypes[1]
         return used, [-(-n // _ALIGNED) * _ALIGNED if mixed else n for n in used]
 
+    def numbers_shape(self, form: Format, head_dim: int, page_size: int) -> tuple[int, ...]:
+        """The shape of the scales of a page of rows of `head_dim` in one layer."""
+        slots = page_size // CHANNEL_BLOCK if form.scale == "channel" else page_size
+        groups = () if form.channels is None else (head_dim // form.channels,)
+        return (slots, self.num_kv_heads, *groups)
+
     def _check_latent(self, dim_v: int) -> None:
         if not isinstance(self.v_in_k, bool):
             raise InputError(f"v_in_k={shown(self.v_in_k)} must be True or False")
@@ -220,8 +241,12 @@ class Spec:
 
     Args:
         groups: groups of layers; together they have the layers 0 to num_layers - 1, each once.
-        page_size: tokens of a page, the same in all groups.
+        page_size: tokens of a page, the same in all groups; a multiple of 64 where a group has
+            scales of channels.
         dtype: of keys and values that are not quantised.
+
+    stores: what has pages of its own: the groups, and behind them, as further groups, the tails of
+    those that have one. tails: the number, in stores, of each group's tail, or None.
 
     Raises InputError for layers that are missing or named twice, and for values out of range.
 
@@ -232,6 +257,8 @@ class Spec:
     groups: tuple[Group, ...]
     page_size: int = 16
     dtype: torch.dtype = torch.bfloat16
+    stores: tuple[Group, ...] = field(init=False, repr=False)
+    tails: tuple[int | None, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         groups = (self.groups,) if isinstance(self.groups, Group) else self.groups
@@ -257,21 +284,49 @@ class Spec:
                 "the groups must have the layers from 0 on, each once; missing: "
                 f"{missing or 'none'}, named twice: {twice or 'none'}"
             )
+        with_tail = [g for g in groups if g.has_tail]
+        if with_tail and self.page_size % CHANNEL_BLOCK:
+            raise InputError(
+                f"page_size={self.page_size}, but a group has scales of channels, one for "
+                f"{CHANNEL_BLOCK} tokens: pass page_size={CHANNEL_BLOCK} or a multiple of it"
+            )
+        # The rows of a tail are read until their page is full, as those of a chunk by a mask.
+        stores = [
+            replace(
+                g, variant=Chunked(self.page_size), mask_params={}, reclaim="holes", transform=None,
+                kv_format=None,
+            )
+            for g in with_tail
+        ]  # fmt: skip
+        object.__setattr__(self, "stores", (*groups, *stores))
+        numbers = iter(range(len(groups), len(self.stores)))
+        tails = tuple(next(numbers) if g.has_tail else None for g in groups)
+        object.__setattr__(self, "tails", tails)
 
     @property
     def num_layers(self) -> int:
         """Layers of all groups."""
         return sum(len(g.layers) for g in self.groups)
 
-    def page_bytes(self, group: int) -> int:
-        """Bytes of one page of a group: keys and values of page_size tokens in all its layers.
+    def store_name(self, number: int) -> str:
+        """One of `stores` in words."""
+        if number < len(self.groups):
+            return f"group {number}"
+        return f"the tail of group {self.tails.index(number)}"
 
-        Raises InputError for a number that no group has.
+    def page_bytes(self, group: int) -> int:
+        """Bytes of one page of a group, or of another one of `stores`: keys and values of page_size
+        tokens in all its layers.
+
+        Raises InputError for a number that none has.
         """
-        g = self.groups[check_int("group", group, 0, len(self.groups) - 1)]
-        used, held = g.part_bytes(self.page_size, self.dtype)
-        rows = self.page_size * sum(g.row_bytes(self.dtype))
-        return len(g.layers) * (rows + sum(held) - sum(used))
+        g = self.stores[check_int("group", group, 0, len(self.stores) - 1)]
+        num_bytes = sum(g.part_bytes(self.page_size, self.dtype)[1])
+        for form, dim in zip(g.formats, g.part_dims, strict=True):
+            if form is not None:
+                numbers = math.prod(g.numbers_shape(form, dim, self.page_size))
+                num_bytes += numbers * (2 if form.zero else 1) * form.scale_dtype.itemsize
+        return len(g.layers) * num_bytes
 
     @property
     def fingerprint(self) -> bytes:

@@ -62,7 +62,7 @@ class Stats:
     """The state of a cache, and what it did so far.
 
     Args:
-        groups: a `GroupStats` for each group of layers.
+        groups: a `GroupStats` for each group of layers, then for each tail (`Spec.stores`).
         num_sequences: sequences that are open.
         num_suspended: those of them that are suspended.
         asked_tokens: tokens of opened sequences so far.

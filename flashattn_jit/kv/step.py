@@ -20,7 +20,9 @@ from ..ops.keys.paged import Paged
 from ..ops.plan import Plan
 from .copies import copy_pages
 from .int_buffer import Ints
+from .pages import NULL
 from .sequence import Sequence
+from .tails import TailAppend
 
 if TYPE_CHECKING:
     from .cache import Cache
@@ -50,6 +52,9 @@ class Step:
         self._starts = [seq.tokens.length for seq, _ in self._items]
         self._paged: dict[int, Paged] = {}
         self._appends: dict[int, AppendPlan] = {}
+        self._tail_appends: dict[int, TailAppend] = {}
+        self.num_levels: dict[tuple[int, int | None], int] = {}
+        """Levels of the plans in force, by group and number of the attention; None for the last."""
         self.is_open = False
         self._make_room()
 
@@ -57,14 +62,21 @@ class Step:
         """Give each table its pages: new ones behind its end, and a copy of a shared last one."""
         cache, size = self._cache, self._cache.spec.page_size
         grow: list[list[int]] = []
+        filled: list[list[int]] = []  # in a tail: entries of pages that the step begins and fills
         shared: list[list[Sequence]] = []
         for group, pages in enumerate(cache.pools):
             refs, owner = pages.refs, pages.owner
-            more, written = [], []
+            more, filled_here, written = [], [], []
+            is_tail = group >= len(cache.spec.groups) and group in cache.reclaiming
             others: dict[int, int] = {}  # tables besides one's own that still name a shared page
             for (seq, _), count in zip(self._items, self._counts, strict=True):
                 length, table = seq.tokens.length - seq.removed[group], seq.tables[group]
-                more.append(-(-(length + count) // size) - table.length)
+                new, full = -(-(length + count) // size) - table.length, 0
+                if new and is_tail:  # no trim comes back to the first pages
+                    kept_from = cache.first_query(length + count) // size
+                    full = max(0, min(new, kept_from - table.length))
+                more.append(new - full)
+                filled_here.append(full)
                 if count and length % size:
                     last = table.last()
                     if refs[last] > 1 or owner[last] >= 0:
@@ -73,24 +85,27 @@ class Step:
                         if left > 0 or owner[last] >= 0:  # the last of all may write to it
                             written.append(seq)
             grow.append(more)
+            filled.append(filled_here)
             shared.append(written)
         needed = [sum(m) + len(w) for m, w in zip(grow, shared, strict=True)]
         cache.make_room(needed)
         cache.changing = "step()"
         taken = cache.take(needed)
         with cache.giving_back(taken):
-            for group, (pages, new) in enumerate(zip(cache.pools, taken, strict=True)):
+            for group, (pages, own) in enumerate(zip(cache.pools, taken, strict=True)):
                 old = np.array([seq.tables[group].last() for seq in shared[group]], np.int32)
-                copy_pages(pages.memory, old, new[: len(old)])
-        for group, (pages, new) in enumerate(zip(cache.pools, taken, strict=True)):
-            for seq, page in zip(shared[group], new, strict=False):
+                copy_pages(pages.memory, old, own[: len(old)])
+        for group, (pages, own) in enumerate(zip(cache.pools, taken, strict=True)):
+            for seq, page in zip(shared[group], own, strict=False):
                 pages.release(seq.tables[group].view[-1:])
                 seq.tables[group].view[-1] = page
             at = len(shared[group])
             cache.counters.copied_pages[group] += at
-            for (seq, _), count in zip(self._items, grow[group], strict=True):
+            for (seq, _), count, full in zip(self._items, grow[group], filled[group], strict=True):
+                if full:
+                    seq.tables[group].extend(np.full(full, NULL))
                 if count:
-                    seq.tables[group].extend(new[at : at + count])
+                    seq.tables[group].extend(own[at : at + count])
                     at += count
         self.is_open = True
         for seq, _ in self._items:
@@ -122,39 +137,58 @@ class Step:
         return torch.from_numpy(begins + np.arange(self.num_tokens))
 
     def paged(self, group: int = 0) -> Paged:
-        """The pages of each sequence in a group, new tokens counted, for plans and appends."""
+        """The pages of each sequence in a group, new tokens counted, for plans and appends; of a
+        group with a tail the full ones, for plans.
+        """
         self._check("paged()")
         group = self._cache.check_group(group)
         found = self._paged.get(group)
         if found is None:
-            found = self._paged[group] = self._make_paged(group)
+            found = self._paged[group] = self.own_pages(group, 0)
         return found
 
-    def own_pages(self, group: int, skipped: NDArray[np.int64]) -> Paged:
+    def own_pages(self, group: int, skipped: NDArray[np.int64] | int) -> Paged:
         """`paged` without the first `skipped` pages of each sequence."""
-        return self._make_paged(group, skipped)
+        lengths = self._lengths(group)
+        if self._cache.spec.tails[group] is not None:
+            lengths -= lengths % self._cache.spec.page_size
+        return self.to_paged([seq.tables[group].view for seq, _ in self._items], lengths, skipped)
 
-    def _make_paged(self, group: int, skipped: NDArray[np.int64] | None = None) -> Paged:
+    def tail_pages(self, group: int) -> Paged | None:
+        """The page of each sequence in the tail of a group, without those that are full; None for
+        a group without a tail."""
+        tail, lengths = self._cache.spec.tails[group], self._lengths(group)
+        if tail is None:
+            return None
+        tables = [seq.tables[tail].view for seq, _ in self._items]
+        return self.to_paged(tables, lengths, lengths // self._cache.spec.page_size)
+
+    def _lengths(self, group: int) -> NDArray[np.int64]:
+        """The keys of each sequence in a group, new tokens counted."""
+        lengths = np.array(self._starts, np.int64) + np.array(self._counts, np.int64)
+        return lengths - np.array([seq.removed[group] for seq, _ in self._items], np.int64)
+
+    def to_paged(
+        self, tables: Items[Ints], lengths: NDArray[np.int64], skipped: NDArray[np.int64] | int = 0
+    ) -> Paged:
+        """Tables of so many keys, without the first `skipped` pages of each."""
         self._cache.check_memory("the page tables")
         size = self._cache.spec.page_size
-        tables = [seq.tables[group] for seq, _ in self._items]
-        counts = np.array([t.length for t in tables], np.int64)
-        parts = [t.view for t in tables]
-        if skipped is not None:
-            counts -= skipped
-            parts = [part[n:] for part, n in zip(parts, skipped.tolist(), strict=True)]
+        ends = -(-lengths // size)
+        begins = np.zeros_like(ends) + skipped
+        parts = [t[a:b] for t, a, b in zip(tables, begins.tolist(), ends.tolist(), strict=True)]
         indptr = np.zeros(len(tables) + 1, np.int32)
-        np.cumsum(counts, out=indptr[1:])
-        lengths = np.array([s.tokens.length - s.removed[group] for s, _ in self._items], np.int64)
-        lengths += np.array(self._counts, np.int64)
-        last = np.where(lengths, (lengths - 1) % size + 1, 0).astype(np.int32)
+        np.cumsum(ends - begins, out=indptr[1:])
+        last = np.where(ends > begins, (lengths - 1) % size + 1, 0).astype(np.int32)
         indices = torch.from_numpy(np.concatenate([_NO_PAGES, *parts]))
         if self._cache.device.type != "cpu":
             indices = indices.pin_memory().to(self._cache.device, non_blocking=True)
         return Paged(torch.from_numpy(indptr), indices, torch.from_numpy(last), size)
 
     def levels(self, group: int = 0) -> list[CascadeLevel]:
-        """The pages of a group as levels that sequences share, for `CascadeAttention.plan`."""
+        """The pages of a group as levels that sequences share, for `CascadeAttention.plan`; a tail
+        is the last one.
+        """
         self._check("levels()")
         group = self._cache.check_group(group)
         return self._cache.planners[group].levels(self, group)
@@ -164,7 +198,8 @@ class Step:
 
         Args:
             attention: a `BatchAttention`; or a `CascadeAttention`, which then reads keys that
-                sequences share once, where the planner expects that to be faster.
+                sequences share once, where the planner expects that to be faster. A group with a
+                tail needs a `CascadeAttention`, for levels of two formats.
             group: the number of the group.
             **mask_params: the variant's params that its mask reads; by default those of the group,
                 where neither these nor the variant have a value.
@@ -186,6 +221,33 @@ class Step:
         group = self._cache.check_group(group)
         return self._cache.planners[group].plan(self, attention, group, mask_params)
 
+    def tensors(self, layer: int, attention: BatchBase | None = None) -> tuple[Any, ...]:
+        """What `run` of an attention that is planned for a layer's group takes behind q.
+
+        Args:
+            layer: the number of the layer.
+            attention: by default the one that was planned last.
+
+        Returns:
+            `Cache.tensors`; of a group with a tail a list, of one (k, v) for each level of the
+            plan, those of `Cache.tails` last.
+
+        Raises InputError for a number that no layer has, and where no plan says the levels.
+
+        Example:
+            >>> out = attention.run(q, *step.tensors(layer))
+        """
+        self._check("tensors()")
+        full, group = self._cache.tensors(layer), self._cache.group_of(layer)
+        if self._cache.spec.tails[group] is None:
+            return full
+        levels = self.num_levels.get((group, None if attention is None else attention.number))
+        if levels is None:
+            raise InputError(
+                f"group {group} is not planned yet: call plan(attention, {group}) first"
+            )
+        return ([full] * (levels - 1) + [self._cache.tails(layer)],)
+
     def append(self, layer: int, /, k: torch.Tensor, v: torch.Tensor, **params: object) -> None:
         """Write the keys and values of the new tokens into a layer's pages.
 
@@ -202,6 +264,11 @@ class Step:
         """
         self._check("append()")
         views, group = self._cache.tensors(layer), self._cache.group_of(layer)
+        if self._cache.spec.tails[group] is not None:
+            if group not in self._tail_appends:
+                self._tail_appends[group] = TailAppend(self, self._cache.spec, group)
+            self._tail_appends[group].run(k, v, views, self._cache.tails(layer), params)
+            return
         append = self._appends.get(group)
         if append is None:
             transform = self._cache.spec.groups[group].transform
@@ -248,7 +315,9 @@ class Step:
     def _publish(self, seq: Sequence) -> None:
         cache, size = self._cache, self._cache.spec.page_size
         full = seq.tokens.length // size
-        tables = [table.view[:full] for table in seq.tables]
+        groups = len(cache.spec.groups)
+        tables = [table.view[:full] for table in seq.tables[:groups]]
+        tables += [np.full(full, NULL, np.int32)] * (len(seq.tables) - groups)  # tails stay its own
         tokens = seq.tokens.view[: full * size]
         cache.changing = "commit()"
         seq.place = cache.tree.publish(seq.namespace, seq.place, tokens, tables)

@@ -87,3 +87,40 @@ def test_attention_over_a_quantised_cache(formats):
     ends = torch.tensor([0, 21])
     exact = varlen_reference(q.float(), k, v, ends, ends, fa.Causal())[0]
     torch.testing.assert_close(torch.cat(outs).float(), exact.float(), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("variant", [fa.Causal(), fa.SlidingWindow(70)], ids=str)
+def test_attention_over_full_pages_and_a_tail(variant):
+    """Keys by channel: codes of full pages, and the last rows as they are, forked and suspended."""
+    formats = fa.kv.Format("int4", "channel", zero=True), INT4
+    group = fa.kv.Group((0,), KV_HEADS, DIM, num_q_heads=HEADS, variant=variant, kv_format=formats)
+    spec = fa.kv.Spec(group, 64, torch.float16)
+    cache = fa.kv.Cache(spec, (16, 4), max_kv_len=512, device=DEVICE)
+    attention = fa.CascadeAttention(
+        variant, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, q_dtype=torch.float16,
+        device=DEVICE, target=TARGET,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(230, n, DIM, generator=g).half() for n in (HEADS, KV_HEADS, KV_HEADS))
+    seq = cache.open([1], publish=False)
+    other = None
+    for begin, end in ((0, 150), (150, 151), (151, 192), (192, 230)):
+        with cache.step([(seq, list(range(begin, end)))]) as step:
+            step.plan(attention)
+            step.append(0, k[begin:end].to(DEVICE), v[begin:end].to(DEVICE))
+            out = attention.run(q[begin:end].to(DEVICE), *step.tensors(0)).cpu()
+            step.commit()
+        cache.check()
+        full = end // 64 * 64
+        both = [
+            torch.cat([f.quantize(x[:full]).dequantize(), x[full:end].float()])
+            for f, x in zip(formats, (k, v), strict=True)
+        ]
+        ends = [torch.tensor([0, n]) for n in (end - begin, end)]
+        exact = varlen_reference(q[begin:end].float(), *both, *ends, variant)[0]
+        torch.testing.assert_close(out.float(), exact.float(), rtol=2e-2, atol=1e-2)
+        if other is not None:
+            other.close()
+        other = seq.fork()
+        seq.suspend()
+        seq.resume()

@@ -93,6 +93,28 @@ def test_windows_give_pages_back_and_padding_has_none(llama: tuple[Any, Any]) ->
     assert [s.kv_len for s in cache.sequences] == mask.sum(1).tolist()
 
 
+def test_keys_with_scales_of_channels_wait_in_a_tail(llama: tuple[Any, Any]) -> None:
+    eager, ours = llama
+    form = fa.kv.Format("int8", "channel"), fa.kv.Format("int8")
+    spec = fa.kv.Spec.from_config(ours.config, page_size=64, dtype=torch.float32, kv_format=form)
+
+    def made() -> PagedCache:
+        return PagedCache(fa.kv.Cache(spec, (20, 20), max_kv_len=256))
+
+    # No page is full: the tokens are those of full precision.
+    assert torch.equal(generated(ours, {}, past_key_values=made()), generated(eager, {}))
+    ids = torch.randint(2, VOCABULARY, (1, 160), generator=torch.Generator().manual_seed(7))
+    wanted, cache = eager(ids).logits, made()
+    found = [ours(x, past_key_values=cache).logits for x in ids.split([100, 1, 50, 9], 1)]
+    error = (torch.cat(found, 1) - wanted).norm() / wanted.norm()
+    assert 1e-5 < error < 0.05
+    assert [g.used for g in cache.pages.stats().groups] == [3, 1]
+    cache.crop(-20)
+    with pytest.raises(InputError, match="trim to a multiple of page_size=64"):
+        cache.crop(-40)
+    assert cache.get_seq_length() == 140
+
+
 def test_crop_select_and_repeat(llama: tuple[Any, Any]) -> None:
     """Against transformers' cache, by the logits of the tokens that follow."""
     _, ours = llama

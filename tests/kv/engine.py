@@ -136,7 +136,7 @@ def rows(
 
 def contents(cache: fa.kv.Cache) -> list[torch.Tensor]:
     """All bytes of a cache and its bookkeeping, to compare before and after."""
-    memory = [t.clone() for pool in cache.pools for t in pool.memory]
+    memory = [t.clone().view(torch.uint8) for pool in cache.pools for t in pool.memory]
     state = [torch.from_numpy(x.copy()) for p in cache.pools for x in (p.refs, p.owner)]
     tables = [
         torch.from_numpy(table.view.copy()) for seq in cache.sequences for table in seq.tables

@@ -24,12 +24,13 @@ def format_name(kv_format: KvFormat | None) -> str:
     if isinstance(kv_format, tuple):
         return " / ".join(map(format_name, kv_format))
     name = kv_format.name if kv_format.group is None else f"{kv_format.name}:{kv_format.group}"
+    name += ", by channel" if kv_format.scale == "channel" else ""
     return name + (", rotated" if kv_format.rotate else "")
 
 
 def show_estimate(found: Estimate) -> str:
     """A table of the groups, and what they come to."""
-    own = len(found.spec.groups)
+    own = len(found.spec.stores)
     rows = [
         [
             ("" if i < own else "cross, ") + g.kind, str(g.num_layers), str(g.row_bytes),

@@ -28,9 +28,10 @@ MOST_BYTES = 1 << 62
 class GroupEstimate:
     """A group's share of an `Estimate`, for one sequence unless it says otherwise.
 
-    kind: "MHA", "GQA", "MQA" or "MLA", and the variant. row_bytes: of a token in one layer, with
-    scales. pages: the most that it names on the way to kv_len. keys: that the newest query reads,
-    in one layer. decode_flops: of these keys, in all layers: multiply-adds of scores and values.
+    kind: "MHA", "GQA", "MQA" or "MLA", and the variant; or "tail". row_bytes: of a token in one
+    layer, with scales. pages: the most that it names on the way to kv_len. keys: that the newest
+    query reads, in one layer. decode_flops: of these keys, in all layers: multiply-adds of scores
+    and values.
     """
 
     kind: str
@@ -84,9 +85,10 @@ class Absorption:
 class Estimate:
     """What sequences of one length need; `estimate` makes it.
 
-    groups: of the layers, those of `spec` first, then those of `cross`: an encoder's tokens, of
-    which a sequence has cross_len. batch: sequences. dtype, page_size: of the cache. max_batch: the
-    most sequences that budget_bytes hold; None without a budget. absorption: of latent attention.
+    groups: of the `stores` of `spec` first, which are its groups and their tails, then of `cross`:
+    an encoder's tokens, of which a sequence has cross_len. batch: sequences. dtype, page_size: of
+    the cache. max_batch: the most sequences that budget_bytes hold; None without a budget.
+    absorption: of latent attention.
     """
 
     spec: Spec
@@ -121,18 +123,18 @@ class Estimate:
 
     @property
     def num_pages(self) -> tuple[int, ...]:
-        """The pages of each group of `spec` that such a cache has, as for `fa.kv.Cache`."""
-        return tuple(self.batch * g.pages for g in self.groups[: len(self.spec.groups)])
+        """The pages of each of the `stores` of `spec` in such a cache, as for `fa.kv.Cache`."""
+        return tuple(self.batch * g.pages for g in self.groups[: len(self.spec.stores)])
 
     @property
     def rounding_bytes(self) -> int:
         """Bytes of `held_bytes` in slots behind the last token of a sequence."""
+        specs = [(self.spec, self.kv_len)]
+        specs += [] if self.cross is None else [(self.cross, self.cross_len)]
+        slots = [_unused_slots(s, n, length) for s, length in specs for n in range(len(s.stores))]
         size = self.spec.page_size
-        own = len(self.spec.groups)
-        lengths = [self.kv_len] * own + [self.cross_len] * (len(self.groups) - own)
         return self.batch * sum(
-            -length % size * g.page_bytes // size
-            for g, length in zip(self.groups, lengths, strict=True)
+            n * g.page_bytes // size for n, g in zip(slots, self.groups, strict=True)
         )
 
     @property
@@ -236,9 +238,9 @@ def _estimate(
         raise InputError(f"cross_len={cross_len}, but the model's layers read no encoder")
     if budget_bytes is not None:
         budget_bytes = check_int("budget_bytes", budget_bytes, 1, MOST_BYTES)
-    groups = [_group(spec, g, kv_len) for g in range(len(spec.groups))]
+    groups = [_group(spec, g, kv_len) for g in range(len(spec.stores))]
     if cross is not None:
-        groups += [_group(cross, g, cross_len) for g in range(len(cross.groups))]
+        groups += [_group(cross, g, cross_len) for g in range(len(cross.stores))]
     sizes = None if isinstance(config, Spec) else read_expanded(config)
     absorption = None
     if sizes is not None and kv_len:
@@ -255,11 +257,20 @@ def _estimate(
 def held_pages(spec: Spec, group: int, kv_len: int) -> int:
     """The most pages that a sequence names while it grows to kv_len token by token."""
     size = spec.page_size
-    left = _left(spec.groups[group], size, kv_len // size)
+    left = _left(spec.stores[group], size, kv_len // size)
     if left is None:
         return -(-kv_len // size)
     whole = kv_len // size
     return max(int(left[:whole].max(initial=-1)) + 1, int(left[whole]) + (kv_len % size > 0))
+
+
+def _unused_slots(spec: Spec, number: int, length: int) -> int:
+    """Slots behind the last token in the pages of one of `stores`."""
+    slots = -length % spec.page_size
+    if number < len(spec.groups) and spec.groups[number].has_tail:
+        return spec.page_size if slots else 0  # the last rows are in the tail
+    is_empty = number >= len(spec.groups) and not slots
+    return min(length, spec.page_size) if is_empty else slots
 
 
 def _left(group: Group, size: int, whole: int) -> Ints | None:
@@ -284,28 +295,36 @@ def _left_up_to(group: Group, size: int, most: int) -> Ints | None:
 
 
 def _group(spec: Spec, group: int, kv_len: int) -> GroupEstimate:
-    g = spec.groups[group]
+    g, kind = spec.stores[group], ""
     assert g.num_q_heads is not None and g.head_dim_v is not None
-    keys = _keys_read(g, spec.page_size, kv_len)
+    full = kv_len // spec.page_size * spec.page_size
+    if group in spec.tails:
+        keys, kind = _keys_read(spec.groups[spec.tails.index(group)], spec, kv_len, full), "tail"
+    else:
+        keys = _keys_read(g, spec, kv_len) - (
+            _keys_read(g, spec, kv_len, full) if g.has_tail else 0
+        )
     flops = 2 * g.num_q_heads * (g.head_dim + g.head_dim_v) * keys * len(g.layers)
     return GroupEstimate(
-        _kind(g), len(g.layers), sum(g.row_bytes(spec.dtype)), spec.page_bytes(group),
+        kind or _kind(g), len(g.layers), sum(g.row_bytes(spec.dtype)), spec.page_bytes(group),
         held_pages(spec, group, kv_len), keys, flops,
     )  # fmt: skip
 
 
-def _keys_read(group: Group, size: int, kv_len: int) -> int:
-    """The keys that the query at kv_len - 1 reads, in any head; all where a mask is not judged."""
+def _keys_read(group: Group, spec: Spec, kv_len: int, first: int = 0) -> int:
+    """The keys from `first` on that the query at kv_len - 1 reads, in any head; all where a mask is
+    not judged."""
+    size = spec.page_size
     left = _left(group, size, kv_len // size) if group.reclaim == "compact" else None
     if left is not None:
         kv_len = int(left[kv_len // size]) * size + kv_len % size
     if not kv_len or group.variant is None:
-        return kv_len
+        return kv_len - first
     try:
         mask = MaskPages(replace(group, reclaim="holes"), 1, kv_len)
     except (InputError, ParamError):  # it depends on the request, which reclaim="never" allows
-        return kv_len
-    return kv_len - int(mask.dead(kv_len - 1, kv_len).sum())
+        return kv_len - first
+    return kv_len - first - int(mask.dead(kv_len - 1, kv_len)[first:].sum())
 
 
 def _kind(group: Group) -> str:

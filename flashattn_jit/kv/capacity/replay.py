@@ -208,7 +208,7 @@ def _option(
     spec: Spec, kv_format: KvFormat | None, requests: list[Request], budget_bytes: int,
     max_batch: int, max_step_tokens: int,
 ) -> Option:  # fmt: skip
-    groups = range(len(spec.groups))
+    groups = range(len(spec.stores))
     page_bytes = [spec.page_bytes(g) for g in groups]
     lengths = [r.kv_len for r in requests]
     whole = sum(-(-n // spec.page_size) for n in lengths)

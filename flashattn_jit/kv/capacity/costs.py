@@ -7,7 +7,7 @@ model's width in keys; so multiply-adds of both are counted here.
 
 from __future__ import annotations
 
-from .spec import Group
+from ..spec import Group
 
 _FLOPS_PER_NS = 100.0
 """A machine's rate. Only ratios of costs decide, so that it need not be this machine's."""
