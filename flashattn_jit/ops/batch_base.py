@@ -76,6 +76,9 @@ class OverFormats(NamedTuple):
 class BatchBase:
     """The base of `BatchAttention` and `CascadeAttention`: everything except plan()."""
 
+    plan_state: tuple[str, ...] = ("_planned",)
+    """The attributes that plan() sets."""
+
     @by_name(
         "{}()",
         "give a workspace as workspace=; layouts are strides: pass pages.transpose(1, 2) to run()",
