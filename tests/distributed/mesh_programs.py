@@ -378,3 +378,44 @@ def text(mesh: DeviceMesh) -> None:
         assert "C++ text that reads kv_idx" in str(error)
     else:
         raise AssertionError("nothing was raised")
+
+
+class OfRequests(fa.Variant):
+    """Has sizes of its own, which are named as the engine might name them."""
+
+    factor: torch.Tensor = fa.tensor("requests")
+    part: torch.Tensor = fa.tensor("parts")
+
+    def query_mod(self, row, b, h, q_idx):
+        """Reads a request and a length."""
+        return row * self.factor[b] + 0.001 * fa.kv_len(b)
+
+    def key_mod(self, row, b, kv_h, kv_idx):
+        """Reads a position."""
+        return row + self.part[kv_idx % 2]
+
+    def sink(self, b, h):
+        """Reads a request and a head."""
+        return self.factor[b] + h
+
+
+def named_dims(mesh: DeviceMesh) -> None:
+    """Params whose dims have any name."""
+    batch = Batch((1, 2, 1), (40, 70, 200), (4, 2), 64)
+    paged, *whole = in_pages(batch, SIZE)
+    own, cache = own_cache(mesh, paged, whole, torch.zeros(3, dtype=int))
+    params = {"factor": torch.tensor([0.5, 1.0, 2.0]), "part": torch.tensor([0.1, -0.2])}
+    one = fa.BatchAttention(OfRequests(), **batch.options())
+    one.plan(batch.q_indptr, paged)
+    want = one.run(batch.q, *whole, **params)
+    many = fa.BatchAttention(OfRequests(), **batch.options(), mesh=mesh)
+    many.plan(batch.q_indptr, own)
+    torch.testing.assert_close(many.run(batch.q, *cache, **params), want)
+    options = batch.options()
+    options.pop("device")
+    for way in ("keys", "states"):
+        parallel = fa.ContextParallel(OfRequests(), mesh, way=way, **options)
+        parallel.plan(batch.q_indptr, batch.storage.kv_indptr)
+        shards = (x.chunk(mesh.size())[mesh.get_local_rank()] for x in (batch.q, batch.k, batch.v))
+        got = parallel.run(*shards, **params)
+        torch.testing.assert_close(got, want.chunk(mesh.size())[mesh.get_local_rank()])

@@ -91,3 +91,7 @@ def test_heads_may_be_the_outer_dim_of_q(divided) -> None:
 
 def test_hooks_in_text_see_heads_and_requests() -> None:
     on_ranks(2, PROGRAMS + "text")
+
+
+def test_dims_of_params_have_any_name() -> None:
+    on_ranks(2, PROGRAMS + "named_dims")
