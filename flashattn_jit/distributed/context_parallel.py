@@ -336,7 +336,8 @@ class ContextParallel:
             InputError: nothing is planned, or a tensor does not fit the shard or is on another
                 device than the mesh.
             ParamError, CompileError, LaunchError, GradError: as `BatchAttention.run`.
-            DistributedError: another rank failed, is gone, or did not come in time.
+            DistributedError: another rank failed, is gone, did not come in time, or was given
+                another scale or return_lse.
 
         Example:
             >>> out = parallel.run(q, k, v)

@@ -75,7 +75,7 @@ class CascadeAttention(BatchBase):
             InputError: a level is wrong; the message names level and group. The previous plan
                 stays in force.
             VariantError: key_mod or value_mod reads the request, which shared keys do not have.
-            ParamError, CompileError, LaunchError: as for `BatchAttention.plan`.
+            ParamError, CompileError, LaunchError, DistributedError: as for `BatchAttention.plan`.
         """
         if self._mesh is None:
             return self._plan_levels(levels, q_offset, mask_params)

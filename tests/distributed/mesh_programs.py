@@ -330,7 +330,7 @@ def one_wrong(mesh: DeviceMesh, divided: str) -> None:
         (fa.DistributedError, "something else than rank 0", {"return_lse": True}),
         (fa.DistributedError, "something else than rank 0", {"scale": 0.5}),
         (fa.InputError, "scale", {"scale": "x"}),
-        (fa.ParamError, "cap", {"cap": 1.0}),
+        (fa.ParamError, "has no param 'cap'; it has no params", {"cap": 1.0}),
     ):
         wrong(own, words, lambda x=options: many.run(q, *cache, **given({}, x)))
 
