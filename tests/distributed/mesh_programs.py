@@ -281,6 +281,8 @@ def one_wrong(mesh: DeviceMesh, divided: str) -> None:
     many, level, q, cache = _cascade_on(mesh, divided)
     many.plan([level])
     want = many.run(q, *cache)
+    heads_first = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(many.run(heads_first, *cache), want)
 
     def wrong(own: type[Exception], words: str, call: Any) -> None:
         try:
@@ -347,14 +349,6 @@ def differing_ways(mesh: DeviceMesh) -> None:
         assert "something else than rank 0" in str(error)
     else:
         raise AssertionError("nothing was raised")
-
-
-def strided(mesh: DeviceMesh, divided: str) -> None:
-    """Rows of q whose heads are the outer dim in memory."""
-    many, level, q, cache = _cascade_on(mesh, divided)
-    many.plan([level])
-    heads_first = q.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(many.run(heads_first, *cache), many.run(q, *cache))
 
 
 def text(mesh: DeviceMesh) -> None:

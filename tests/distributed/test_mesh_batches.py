@@ -84,11 +84,6 @@ def test_ranks_that_divide_in_other_ways_are_refused() -> None:
     on_ranks(2, PROGRAMS + "differing_ways", timeout_s=60)
 
 
-@pytest.mark.parametrize("divided", ["pages", "pages_heads", "requests_heads"])
-def test_heads_may_be_the_outer_dim_of_q(divided) -> None:
-    on_ranks(2, PROGRAMS + "strided", divided=divided, timeout_s=60)
-
-
 def test_hooks_in_text_see_heads_and_requests() -> None:
     on_ranks(2, PROGRAMS + "text")
 
