@@ -5,8 +5,11 @@ Every rank makes the whole batch, to compare, but its caches have its own pages 
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -335,6 +338,9 @@ def one_wrong(mesh: DeviceMesh, divided: str) -> None:
         (fa.ParamError, "has no param 'cap'; it has no params", {"cap": 1.0}),
     ):
         wrong(own, words, lambda x=options: many.run(q, *cache, **given({}, x)))
+    for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(fa.InputError, match="cannot be copied or pickled"):
+            copies(many)
 
 
 def differing_ways(mesh: DeviceMesh) -> None:
