@@ -28,7 +28,7 @@ from .costs import (
     way_of_states,
 )
 from .dealt_batch import DealtBatch, Whole, held, places
-from .digests import digest
+from .digests import digest, run_digest
 from .group import NO_DIGEST, Ranks
 from .heads import ByHeads, Heads, all_rows, heads_of
 from .needs import Pages
@@ -336,7 +336,8 @@ class ContextParallel:
             InputError: nothing is planned, or a tensor does not fit the shard or is on another
                 device than the mesh.
             ParamError, CompileError, LaunchError, GradError: as `BatchAttention.run`.
-            DistributedError: another rank failed, is gone, or did not come in time.
+            DistributedError: another rank failed, is gone, did not come in time, or was given
+                another scale or return_lse.
 
         Example:
             >>> out = parallel.run(q, k, v)
@@ -345,7 +346,9 @@ class ContextParallel:
 
         def work() -> tuple[tuple[_Planned, Any, Any, Any], bytes]:
             parts: tuple[Any, Any, Any] = self._local(q, k, v) if sharded else (q, k, v)
-            return (self._ready(*parts, scale, return_lse), *parts), NO_DIGEST
+            planned = self._ready(*parts, return_lse)
+            number = checks.check_scale(scale, self._batch.options.head_dim)
+            return (planned, *parts), run_digest(return_lse, number)
 
         planned, q, k, v = self._ranks.agree("run()", work)
         out, lse = planned.part.run(self._ranks, q, k, v, scale, return_lse, params)
@@ -355,7 +358,7 @@ class ContextParallel:
         return out if lse is None else (out, lse)
 
     def _ready(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any, return_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
     ) -> _Planned:
         """The plan in force, for tensors that fit it."""
         planned = self._planned
@@ -387,7 +390,6 @@ class ContextParallel:
         checks.check_grad((q, k, v))
         if return_lse:
             checks.check_lse(True, self._batch.pointwise)
-        checks.check_scale(scale, o.head_dim)
         return planned
 
     def _local(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 
 from .. import _C
-from ..errors import DistributedError, InputError
+from ..errors import InputError
 from ..ops.arguments import checks
 from ..ops.arguments.calls import Offset
 from ..ops.batch_base import BatchBase
 from ..ops.cascade import CascadeAttention
 from ..ops.keys.level_pages import CascadeLevel
 from ..ops.launching.batch_run import Planned, check_device
+from ..ops.launching.launches import check_given
 from ..ops.launching.mixed_run import MixedPlanned, States
 from ..ops.plan import Plan
 from ..ops.planning.batch_params import bind_plan
@@ -35,17 +36,32 @@ from ..variants.placed import (
     placed,
     placed_heads,
     placed_keys,
-    reads_request,
 )
 from ..variants.variant import Variant
 from .dealt_batch import DealtBatch, Whole, held, places
-from .digests import digest
-from .group import NO_DIGEST, Ranks
+from .digests import digest, run_digest
+from .group import Ranks
 from .key_pages import OwnPages, own_pages
 from .shares import Requests, even_shards
 
 DIVIDED = ("pages", "pages_heads", "requests_heads")
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Read = Callable[[], Sequence[CascadeLevel]]
+"""Checks the levels that plan() got: what it raises is the error of one rank."""
+
+
+class _Call(NamedTuple):
+    """What run() got."""
+
+    q: torch.Tensor
+    k: Any
+    v: Any
+    scale: checks.Scale | None
+    return_lse: bool
+    partial: bool
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    params: Mapping[str, Any]
 
 
 def over_mesh(owner: BatchBase, mesh: object, divided: object) -> ByPages | ByRequests:
@@ -82,9 +98,17 @@ class _Divided:
         heads = owner.options.num_q_heads
         self._heads = heads // ranks.size if share else heads
 
-    def _check_q(self, q: Any, tokens: int, of: str) -> None:
-        """Raises InputError."""
-        options = self._owner.options
+    def _check(self, call: _Call, tokens: int, of: str) -> bytes:
+        """What the ranks compare before they exchange rows. Raises InputError, GradError.
+
+        tokens: rows of q. of: whose rows these are.
+        """
+        if call.partial:
+            raise InputError(
+                "partial=True does not go with a mesh, which merges and finalises the states of "
+                "all ranks; make an object without a mesh for the state of one rank"
+            )
+        options, q = self._owner.options, call.q
         check_device("q", q, options.device)
         need_values("q", "run() exchanges values with other ranks", (q,))
         shape = (tokens, self._heads, options.head_dim)
@@ -98,6 +122,11 @@ class _Divided:
                 f"head_dim] = {list(shape)} of {options.q_dtype}{part}"
             )
         checks.check_grad((q,))
+        checks.check_lse(call.return_lse, self._owner.pointwise)
+        inputs = [x for x in (q, call.k, call.v) if isinstance(x, torch.Tensor)]
+        shape = (tokens, self._heads, options.head_dim_v)
+        check_given(call.out, call.lse, shape, options.q_dtype, options.device, inputs)
+        return run_digest(call.return_lse, checks.check_scale(call.scale, options.head_dim))
 
     def run(
         self, q: torch.Tensor, k: Any, v: Any, scale: checks.Scale | None, return_lse: bool,
@@ -105,27 +134,16 @@ class _Divided:
         params: Mapping[str, Any],
     ) -> Result:  # fmt: skip
         """As `BatchBase.run`, over the keys of all ranks."""
-        if partial:
-            raise InputError(
-                "partial=True does not go with a mesh, which merges and finalises the states of "
-                "all ranks; make an object without a mesh for the state of one rank"
-            )
         with_lse = return_lse or lse is not None
-        found, found_lse = self.results(q, k, v, scale, with_lse, params)
+        call = _Call(q, k, v, scale, with_lse, partial, out, lse, params)
+        found, found_lse = self.results(call)
         if out is not None:
-            checks.check_out_layout(out, tuple(found.shape), found.dtype, found.device)
-            checks.check_out_grad(out)
             found = out.copy_(found)
         if lse is not None and found_lse is not None:
-            checks.check_out_layout(lse, tuple(found_lse.shape), torch.float32, q.device, "lse")
-            checks.check_out_grad(lse, "lse")
             found_lse = lse.copy_(found_lse)
         return found if found_lse is None else (found, found_lse)
 
-    def results(
-        self, q: torch.Tensor, k: Any, v: Any, scale: checks.Scale | None, return_lse: bool,
-        params: Mapping[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def results(self, call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse); lse is None unless requested."""
         raise NotImplementedError
 
@@ -135,7 +153,7 @@ class _Divided:
     def _all_heads(self, q: torch.Tensor, sent: Sequence[slice], own: slice) -> torch.Tensor:
         """Rows with the heads of every rank. sent: the rows for each rank; own: those for this."""
         ranks = self._ranks
-        parts = [torch.empty_like(q[own]) for _ in range(ranks.size)]
+        parts = [q.new_empty(q[own].shape) for _ in range(ranks.size)]
         exchange = ranks.begin([[q[rows].contiguous()] for rows in sent], [[x] for x in parts])
         parts[ranks.rank] = q[own]
         exchange.wait()
@@ -175,7 +193,7 @@ class ByPages(_Divided):
 
     @on_host
     def plan(
-        self, levels: Sequence[CascadeLevel], sparsity: object, q_offset: Offset,
+        self, read: Read, sparsity: object, q_offset: Offset,
         params: Mapping[str, object], plan_own: Callable[[], Plan],
     ) -> Plan:  # fmt: skip
         """Plan the pages of the rank; q_indptr and tables of pages are equal on every rank."""
@@ -188,7 +206,7 @@ class ByPages(_Divided):
                     'sparsity=None, or divide requests (divided="requests_heads")'
                 )
             owner.check_plan(None, params)
-            own = own_pages(levels, q_offset, ranks.rank, ranks.size, owner.options.device)
+            own = own_pages(read(), q_offset, ranks.rank, ranks.size, owner.options.device)
             return self._plan(own, params)
 
         self._planned = planned = ranks.agree("plan()", work)
@@ -224,13 +242,14 @@ class ByPages(_Divided):
         )  # fmt: skip
         finish = None
         if rows[ranks.rank + 1] > rows[ranks.rank]:
-            finish = self._finish(
-                reads_request(bound.ir, owner.given.name), Whole(lengths, dims), requests, params
-            )
+            # No hook in C++ text takes part in finalising.
+            is_placed = any(graph.uses("b") for _, graph in bound.ir.hooks)
+            finish = self._finish(is_placed, Whole(lengths, dims), requests, params)
         said = {k: v for k, v in made.items() if k not in ("device", "target", "workspace")}
         return _Planned(local, finish, rows), digest(
-            (said, own.page_size), (*own.tables, requests.q_offset), bound
-        )
+            (said, self._share, own.page_size, [level.kv_format for level in own.levels]),
+            (*own.tables, requests.q_offset), bound,
+        )  # fmt: skip
 
     def _finish(
         self, is_placed: bool, whole: Whole, requests: Requests, params: Mapping[str, object]
@@ -258,43 +277,39 @@ class ByPages(_Divided):
         return MixedPlanned([planned] * ranks.size, ())
 
     @on_host
-    def results(
-        self, q: torch.Tensor, k: Any, v: Any, scale: checks.Scale | None, return_lse: bool,
-        params: Mapping[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def results(self, call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse) of q's rows and heads."""
         ranks = self._ranks
 
-        def states() -> tuple[_Planned, tuple[torch.Tensor, ...]]:
-            planned = ready()
-            found = planned.own.run(every, k, v, scale=scale, partial=True, **params)
-            return planned, found if isinstance(found, tuple) else (found,)
+        def states() -> tuple[tuple[_Planned, tuple[torch.Tensor, ...]], bytes]:
+            planned, said = ready()
+            found = planned.own.run(
+                every, call.k, call.v, scale=call.scale, partial=True, **call.params
+            )
+            return (planned, found if isinstance(found, tuple) else (found,)), said
 
-        def ready() -> _Planned:
+        def ready() -> tuple[_Planned, bytes]:
             planned = self._planned
             if planned is None:
                 raise InputError("run() before plan(): nothing is planned; call plan() first")
-            self._check_q(q, planned.rows[-1], "the batch")
-            checks.check_lse(return_lse, self._owner.pointwise)
-            checks.check_scale(scale, self._owner.options.head_dim)
-            return planned
+            return planned, self._check(call, planned.rows[-1], "the batch")
 
-        every = q
+        every = call.q
         if self._share:
-            ranks.agree("run()", lambda: (ready(), NO_DIGEST))
+            ranks.agree("run()", ready)
             rows = [slice(None)] * ranks.size
-            every = self._all_heads(q, rows, slice(None))
-        planned, found = ranks.agree("run()", lambda: (states(), NO_DIGEST))
-        out, lse = self._merged(planned, q, found, scale, return_lse, params)
+            every = self._all_heads(call.q, rows, slice(None))
+        planned, found = ranks.agree("run()", states)
+        out, lse = self._merged(planned, found, call)
         if not self._share:
-            out, lse = self._spread(planned, q, out, lse)
+            out, lse = self._spread(planned, call.q, out, lse)
         return out, lse
 
     def _merged(
-        self, planned: _Planned, q: torch.Tensor, found: Sequence[torch.Tensor],
-        scale: checks.Scale | None, return_lse: bool, params: Mapping[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self, planned: _Planned, found: Sequence[torch.Tensor], call: _Call
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The results that this rank finishes, of the states of all ranks. found: its own."""
+        q, return_lse = call.q, call.return_lse
         ranks, finish = self._ranks, planned.finish
         begin, end = planned.rows[ranks.rank : ranks.rank + 2]
         options = self._owner.options
@@ -321,8 +336,8 @@ class ByPages(_Divided):
         )
         return ranks.computed(
             lambda: finish.finish(
-                own_q, [no_keys], params, checks.check_scale(scale, options.head_dim), return_lse,  # type: ignore[list-item]
-                False, None, None, merged,
+                own_q, [no_keys], call.params, checks.check_scale(call.scale, options.head_dim),  # type: ignore[list-item]
+                return_lse, False, None, None, merged,
             )
         )  # fmt: skip
 
@@ -353,12 +368,12 @@ class ByRequests(_Divided):
 
     @on_host
     def plan(
-        self, levels: Sequence[CascadeLevel], sparsity: object, q_offset: Offset,
+        self, read: Read, sparsity: object, q_offset: Offset,
         params: Mapping[str, object], plan_own: Callable[[], Plan],
     ) -> Plan:  # fmt: skip
         """Plan the rank's own requests, by plan_own."""
         ranks, owner = self._ranks, self._owner
-        before = owner._planned
+        before = {name: getattr(owner, name) for name in owner.plan_state}
         said = {k: v for k, v in owner.made().items() if k not in ("device", "target", "workspace")}
 
         def work() -> tuple[Plan, bytes]:
@@ -369,32 +384,30 @@ class ByRequests(_Divided):
             planned = owner.in_force()
             last = planned.parts[-1] if isinstance(planned, MixedPlanned) else planned
             counts = ranks.gathered([last.batch.lengths.num_q_tokens])
-        except DistributedError:
-            owner._planned = before
+        except BaseException:
+            for name, value in before.items():
+                setattr(owner, name, value)
             raise
         self._rows = [0, *np.cumsum([int(x[0]) for x in counts]).tolist()]
         return plan
 
     @on_host
-    def results(
-        self, q: torch.Tensor, k: Any, v: Any, scale: checks.Scale | None, return_lse: bool,
-        params: Mapping[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def results(self, call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse) of the rows of all ranks, of this rank's heads."""
         ranks = self._ranks
 
-        def ready() -> list[int]:
+        def ready() -> tuple[list[int], bytes]:
             if self._rows is None:
                 raise InputError("run() before plan(): nothing is planned; call plan() first")
-            self._check_q(q, self._rows[-1], "all ranks")
-            return self._rows
+            return self._rows, self._check(call, self._rows[-1], "all ranks")
 
-        bounds = ranks.agree("run()", lambda: (ready(), NO_DIGEST))
+        bounds = ranks.agree("run()", ready)
         rows = [slice(low, high) for low, high in itertools.pairwise(bounds)]
-        own_q = self._all_heads(q, rows, rows[ranks.rank])
+        own_q = self._all_heads(call.q, rows, rows[ranks.rank])
+        k, v, scale, with_lse, params = call.k, call.v, call.scale, call.return_lse, call.params
         found: Any = ranks.computed(
             lambda: self._owner.run_own(
-                own_q, k, v, scale, return_lse, False, None, None, dict(params)
+                own_q, k, v, scale, with_lse, False, None, None, dict(params)
             )
         )
         own = found if isinstance(found, tuple) else (found,)
@@ -405,4 +418,4 @@ class ByRequests(_Divided):
         for x, part in zip(every, sent[ranks.rank], strict=True):
             x[rows[ranks.rank]] = part
         exchange.wait()
-        return every[0], every[1] if return_lse else None
+        return every[0], every[1] if with_lse else None

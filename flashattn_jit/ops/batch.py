@@ -114,6 +114,6 @@ class BatchAttention(BatchBase):
         if self._mesh is None:
             return self._plan(q_indptr, storage, (), sparsity, q_offset, mask_params)
         return self._mesh.plan(  # type: ignore[no-any-return]
-            [CascadeLevel(q_indptr, storage)], sparsity, q_offset, mask_params,
+            lambda: [CascadeLevel(q_indptr, storage)], sparsity, q_offset, mask_params,
             lambda: self._plan(q_indptr, storage, (), sparsity, q_offset, mask_params),
         )  # fmt: skip

@@ -76,6 +76,9 @@ class OverFormats(NamedTuple):
 class BatchBase:
     """The base of `BatchAttention` and `CascadeAttention`: everything except plan()."""
 
+    plan_state: tuple[str, ...] = ("_planned",)
+    """The attributes that plan() sets."""
+
     @by_name(
         "{}()",
         "give a workspace as workspace=; layouts are strides: pass pages.transpose(1, 2) to run()",
@@ -265,6 +268,8 @@ class BatchBase:
             CompileError: other kernels than planned are needed, and the compiler failed.
             LaunchError: CUDA refused the launch, or other kernels are needed during a capture.
             GradError: an input requires grad while grad mode is on.
+            DistributedError: another rank of the mesh failed, is gone, or was given another scale
+                or return_lse.
 
         Example:
             >>> out = batch.run(q, k_pages, v_pages)

@@ -50,6 +50,8 @@ class CascadeAttention(BatchBase):
     merges_states = False
     """Whether runs leave states for others to merge: then rotated values are rotated back first."""
 
+    plan_state = ("_planned", "_levels", "_rotate_back")
+
     _levels: tuple[tuple[Formats, Decodings], ...] = ()
     _rotate_back = False
 
@@ -73,30 +75,12 @@ class CascadeAttention(BatchBase):
             InputError: a level is wrong; the message names level and group. The previous plan
                 stays in force.
             VariantError: key_mod or value_mod reads the request, which shared keys do not have.
-            ParamError, CompileError, LaunchError: as for `BatchAttention.plan`.
+            ParamError, CompileError, LaunchError, DistributedError: as for `BatchAttention.plan`.
         """
-        if isinstance(levels, torch.Tensor) or not isinstance(levels, Iterable):
-            levels = []
-        levels = list(levels)
-        if not levels:
-            raise InputError(
-                "levels must be a sequence of at least one fa.CascadeLevel, the requests' own "
-                "last; fa.cascade_levels(q_indptr, paged) makes them of page tables"
-            )
-        for i, level in enumerate(levels):
-            if not isinstance(level, CascadeLevel):
-                raise InputError(
-                    f"levels[{i}] must be an fa.CascadeLevel, got {type(level).__name__}"
-                )
-        if levels[-1].tokens is not None:
-            raise InputError(
-                "the last level is the requests' own: its groups are the requests, and tokens must "
-                "be None"
-            )
         if self._mesh is None:
             return self._plan_levels(levels, q_offset, mask_params)
         return self._mesh.plan(  # type: ignore[no-any-return]
-            levels, None, q_offset, mask_params,
+            lambda: _checked(levels), None, q_offset, mask_params,
             lambda: self._plan_levels(levels, q_offset, mask_params),
         )  # fmt: skip
 
@@ -104,6 +88,7 @@ class CascadeAttention(BatchBase):
         self, levels: Sequence[CascadeLevel], q_offset: Offset, mask_params: Params
     ) -> Plan:
         """Plan levels and put the plan in force."""
+        levels = _checked(levels)
         *shared, own = levels
         device = self._kernels.options.device
         formats = [self._formats_of(i, level) for i, level in enumerate(levels)]
@@ -280,6 +265,27 @@ def _pairs(k: object, v: object) -> list[tuple[Any, Any]]:
 
 def _elsewhere(level: Level) -> Level:
     return level._replace(stored=level.stored.elsewhere())
+
+
+def _checked(levels: object) -> list[CascadeLevel]:
+    """The levels of plan(), the requests' own last. Raises InputError."""
+    if isinstance(levels, torch.Tensor) or not isinstance(levels, Iterable):
+        levels = []
+    levels = list(levels)
+    if not levels:
+        raise InputError(
+            "levels must be a sequence of at least one fa.CascadeLevel, the requests' own last; "
+            "fa.cascade_levels(q_indptr, paged) makes them of page tables"
+        )
+    for i, level in enumerate(levels):
+        if not isinstance(level, CascadeLevel):
+            raise InputError(f"levels[{i}] must be an fa.CascadeLevel, got {type(level).__name__}")
+    if levels[-1].tokens is not None:
+        raise InputError(
+            "the last level is the requests' own: its groups are the requests, and tokens must "
+            "be None"
+        )
+    return levels
 
 
 def _read(number: int, level: CascadeLevel, device: torch.device) -> Level:

@@ -319,6 +319,9 @@ class Declared(NamedTuple):
     owner: Any
 
 
+ENGINE_PREFIX = "placed_"
+"""Of params that the engine adds to a variant, such as those of `placed.Places`."""
+
 COMPUTED = ("_shape", "_declared")
 """Attributes of a variant that making it computes: its copies leave them out."""
 
@@ -373,7 +376,7 @@ def resolve(
 
 
 def _refuse_unknown(declared: Sequence[Declared], given: Mapping[str, object], what: str) -> None:
-    known = [d.name for d in declared]
+    known = [d.name for d in declared if not d.name.startswith(ENGINE_PREFIX)]
     for name in given:
         if name not in known:
             raise unknown_param(what, name, known, _OPTIONS)

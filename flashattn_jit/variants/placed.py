@@ -24,11 +24,11 @@ from flashattn_jit.variants.variant import CppHook, Variant, scalar, tensor
 class Places(Variant):
     """Of each part, its request; and of each request, its lengths, first row and first slot."""
 
-    placed_request: Tensor = tensor("parts")
-    placed_q_len: Tensor = tensor("requests")
-    placed_kv_len: Tensor = tensor("requests")
-    placed_q_row: Tensor = tensor("requests")
-    placed_kv_slot: Tensor = tensor("requests")
+    placed_request: Tensor = tensor("placed_parts")
+    placed_q_len: Tensor = tensor("placed_requests")
+    placed_kv_len: Tensor = tensor("placed_requests")
+    placed_q_row: Tensor = tensor("placed_requests")
+    placed_kv_slot: Tensor = tensor("placed_requests")
 
 
 class HeadPlaces(Variant):
@@ -42,7 +42,7 @@ class KeyPlaces(Variant):
     """The first key of a rank whose pages are every n-th one, and the lengths of whole requests."""
 
     placed_first_key: int = scalar(0)
-    placed_kv_len: Tensor = tensor("requests")
+    placed_kv_len: Tensor = tensor("placed_requests")
 
 
 class PlacedVariant(ComposedVariant):

@@ -98,6 +98,9 @@ def differing(mesh: DeviceMesh) -> None:
     shards[-1] = TOKENS
     differs(lambda: parallel.plan(tokens, q_shards=shards))
     assert torch.equal(parallel.run(*_own(mesh)), before)
+    differs(lambda: parallel.run(*_own(mesh), return_lse=last))
+    differs(lambda: parallel.run(*_own(mesh), scale=0.5 if last else None))
+    assert torch.equal(parallel.run(*_own(mesh)), before)
     variant = fa.SlidingWindow(100 if last else 101)
     differs(lambda: _made(mesh, variant).plan(tokens))
     differs(lambda: _made(mesh, fa.Full() if last else fa.Causal()).plan(tokens))

@@ -5,8 +5,11 @@ Every rank makes the whole batch, to compare, but its caches have its own pages 
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -253,3 +256,166 @@ def refused(mesh: DeviceMesh, name: str, words: str) -> None:
         assert words in str(error), str(error)
     else:
         raise AssertionError("nothing was raised")
+
+
+def _cascade_on(mesh: DeviceMesh, divided: str) -> tuple[Any, Any, torch.Tensor, list]:
+    """A cascade without a plan, a level for it, and the rank's q and cache."""
+    rank, batch = mesh.get_local_rank(), Batch((1, 2), (40, 70), (4, 2), 64)
+    paged, *cache = in_pages(batch, SIZE)
+    rows = batch.q_indptr
+    if divided == "requests_heads":
+        first = int(paged.page_indptr[rank])
+        indices = paged.page_indices[first : int(paged.page_indptr[rank + 1])]
+        paged = fa.Paged(
+            paged.page_indptr[rank : rank + 2] - first, indices, paged.last_page_len[[rank]], SIZE
+        )
+        rows = rows[rank : rank + 2] - rows[rank]
+    else:
+        paged, cache = own_cache(mesh, paged, cache, torch.zeros(2, dtype=int))
+    level = fa.CascadeLevel(rows, paged)
+    many = fa.CascadeAttention(fa.Causal(), **batch.options(), mesh=mesh, divided=divided)
+    q = batch.q if divided == "pages" else heads_of(mesh, batch.q)
+    return many, level, q, cache
+
+
+def one_wrong(mesh: DeviceMesh, divided: str) -> None:
+    """What one rank does wrong is an error of every rank, and changes nothing."""
+    last = mesh.get_local_rank() == mesh.size() - 1
+    many, level, q, cache = _cascade_on(mesh, divided)
+    many.plan([level])
+    want = many.run(q, *cache)
+    heads_first = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(many.run(heads_first, *cache), want)
+
+    def wrong(own: type[Exception], words: str, call: Any) -> None:
+        try:
+            call()
+        except fa.FlashAttnJitError as error:
+            assert type(error) is (own if last else fa.DistributedError), repr(error)
+            assert words in str(error) or not last, str(error)
+        else:
+            raise AssertionError(f"nothing was raised: {words}")
+        assert torch.equal(many.run(q, *cache), want)
+
+    def given(good: Any, bad: Any) -> Any:
+        return bad if last else good
+
+    rows, paged = level.q_indptr, level.storage
+    tokens = torch.arange(int(rows[-1]))
+    kept = fa.CascadeLevel(rows, paged, kv_format=fa.kv.Format("int8"))
+    empty = fa.Paged(paged.page_indptr, paged.page_indices, paged.last_page_len, 0)
+    for words, levels in (
+        ("levels must be", []),
+        ("levels[0]", [3]),
+        ("tokens must be None", [fa.CascadeLevel(rows, paged, tokens)]),
+        ("page_size=0", [fa.CascadeLevel(rows, empty)]),
+    ):
+        wrong(fa.InputError, words, lambda x=levels: many.plan(given([level], x)))
+    if divided == "requests_heads":  # the other rank plans levels of another format, in vain
+        levels = given([kept], [])
+        wrong(fa.InputError, "levels must be", lambda: many.plan(levels))
+    else:
+        levels = given([level], [kept])
+        wrong(fa.DistributedError, "something else than rank 0", lambda: many.plan(levels))
+    wrong(fa.ParamError, "window", lambda: many.plan([level], **given({}, {"window": 3})))
+    part = torch.zeros_like(want)
+    overlap = torch.zeros(len(want) * 4 * 64 + 64)
+    both = {
+        "out": overlap[: want.numel()].view(want.shape),
+        "lse": overlap[: want[..., 0].numel()].view(want.shape[:2]),
+    }
+    for own, words, options in (
+        (fa.InputError, "partial=True does not go", {"partial": True}),
+        (fa.InputError, "out must be", {"out": torch.zeros(3)}),
+        (fa.InputError, "out must be", {"out": 3}),
+        (fa.InputError, "out shares memory", {"out": q}),
+        (fa.InputError, "lse must be", {"lse": torch.zeros(3)}),
+        (fa.InputError, "shares memory", both),
+        (fa.GradError, "out requires grad", {"out": part.requires_grad_()}),
+        (fa.DistributedError, "something else than rank 0", {"return_lse": True}),
+        (fa.DistributedError, "something else than rank 0", {"scale": 0.5}),
+        (fa.InputError, "scale", {"scale": "x"}),
+        (fa.ParamError, "has no param 'cap'; it has no params", {"cap": 1.0}),
+    ):
+        wrong(own, words, lambda x=options: many.run(q, *cache, **given({}, x)))
+    for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(fa.InputError, match="cannot be copied or pickled"):
+            copies(many)
+
+
+def differing_ways(mesh: DeviceMesh) -> None:
+    """Ranks that divide in other ways learn of it from plan()."""
+    _, level, _, _ = _cascade_on(mesh, "pages")
+    options = Batch((1, 2), (40, 70), (4, 2), 64).options()
+    divided = "pages_heads" if mesh.get_local_rank() else "pages"
+    many = fa.BatchAttention(fa.Causal(), **options, mesh=mesh, divided=divided)
+    try:
+        many.plan(level.q_indptr, level.storage)
+    except fa.DistributedError as error:
+        assert "something else than rank 0" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
+
+
+def text(mesh: DeviceMesh) -> None:
+    """Hooks in C++ text see the heads and requests of the whole batch."""
+    batch = Batch((1, 2), (40, 70), (4, 2), 64)
+    paged, *whole = in_pages(batch, SIZE)
+    own, cache = own_cache(mesh, paged, whole, torch.zeros(2, dtype=int))
+    variant = fa.variant(score_mod=fa.cpp("return score * (1.0f + h) + 0.1f * b;"))
+    one = fa.BatchAttention(variant, **batch.options())
+    one.plan(batch.q_indptr, paged)
+    many = fa.BatchAttention(variant, **batch.options(), mesh=mesh, divided="pages_heads")
+    many.plan(batch.q_indptr, own)
+    got, lse = many.run(heads_of(mesh, batch.q), *cache, return_lse=True)
+    want, want_lse = one.run(batch.q, *whole, return_lse=True)
+    torch.testing.assert_close(got, heads_of(mesh, want))
+    torch.testing.assert_close(lse, heads_of(mesh, want_lse))
+    position = fa.variant(score_mod=fa.cpp("return score + 0.1f * kv_idx;"))
+    try:
+        fa.BatchAttention(position, **batch.options(), mesh=mesh).plan(batch.q_indptr, own)
+    except fa.VariantError as error:
+        assert "C++ text that reads kv_idx" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
+
+
+class OfRequests(fa.Variant):
+    """Has sizes of its own, which are named as the engine might name them."""
+
+    factor: torch.Tensor = fa.tensor("requests")
+    part: torch.Tensor = fa.tensor("parts")
+
+    def query_mod(self, row, b, h, q_idx):
+        """Reads a request and a length."""
+        return row * self.factor[b] + 0.001 * fa.kv_len(b)
+
+    def key_mod(self, row, b, kv_h, kv_idx):
+        """Reads a position."""
+        return row + self.part[kv_idx % 2]
+
+    def sink(self, b, h):
+        """Reads a request and a head."""
+        return self.factor[b] + h
+
+
+def named_dims(mesh: DeviceMesh) -> None:
+    """Params whose dims have any name."""
+    batch = Batch((1, 2, 1), (40, 70, 200), (4, 2), 64)
+    paged, *whole = in_pages(batch, SIZE)
+    own, cache = own_cache(mesh, paged, whole, torch.zeros(3, dtype=int))
+    params = {"factor": torch.tensor([0.5, 1.0, 2.0]), "part": torch.tensor([0.1, -0.2])}
+    one = fa.BatchAttention(OfRequests(), **batch.options())
+    one.plan(batch.q_indptr, paged)
+    want = one.run(batch.q, *whole, **params)
+    many = fa.BatchAttention(OfRequests(), **batch.options(), mesh=mesh)
+    many.plan(batch.q_indptr, own)
+    torch.testing.assert_close(many.run(batch.q, *cache, **params), want)
+    options = batch.options()
+    options.pop("device")
+    for way in ("keys", "states"):
+        parallel = fa.ContextParallel(OfRequests(), mesh, way=way, **options)
+        parallel.plan(batch.q_indptr, batch.storage.kv_indptr)
+        shards = (x.chunk(mesh.size())[mesh.get_local_rank()] for x in (batch.q, batch.k, batch.v))
+        got = parallel.run(*shards, **params)
+        torch.testing.assert_close(got, want.chunk(mesh.size())[mesh.get_local_rank()])

@@ -73,3 +73,20 @@ def test_hooks_see_whole_requests_and_own_slots() -> None:
 )
 def test_bad_input_is_a_typed_error_on_every_rank(name, words) -> None:
     on_ranks(2, PROGRAMS + "refused", name=name, words=words)
+
+
+@pytest.mark.parametrize("divided", ["pages", "pages_heads", "requests_heads"])
+def test_what_one_rank_does_wrong_is_an_error_of_all(divided) -> None:
+    on_ranks(2, PROGRAMS + "one_wrong", divided=divided, timeout_s=60)
+
+
+def test_ranks_that_divide_in_other_ways_are_refused() -> None:
+    on_ranks(2, PROGRAMS + "differing_ways", timeout_s=60)
+
+
+def test_hooks_in_text_see_heads_and_requests() -> None:
+    on_ranks(2, PROGRAMS + "text")
+
+
+def test_dims_of_params_have_any_name() -> None:
+    on_ranks(2, PROGRAMS + "named_dims")

@@ -69,11 +69,19 @@ def check_results(
     inputs: Sequence[torch.Tensor],
 ) -> None:
     """Raises InputError or GradError unless given results fit the call and overlap no tensor."""
-    shape, dtype = form.result_shape, result_dtype(form.dtypes[0], partial)
+    dtype = result_dtype(form.dtypes[0], partial)
+    check_given(out, lse, form.result_shape, dtype, form.device, inputs)
+
+
+def check_given(
+    out: torch.Tensor | None, lse: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
+    device: torch.device, inputs: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
+    """As `check_results`, for a result of this shape and dtype."""
     if out is not None:
-        checks.check_out_layout(out, shape, dtype, form.device)
+        checks.check_out_layout(out, shape, dtype, device)
     if lse is not None:
-        checks.check_out_layout(lse, shape[:-1], torch.float32, form.device, "lse")
+        checks.check_out_layout(lse, shape[:-1], torch.float32, device, "lse")
     out_bytes, lse_bytes = (0 if t is None else checks.extent(t) for t in (out, lse))
     sizes = [checks.extent(t) for t in inputs]
     _check_written(out, lse, out_bytes, lse_bytes, inputs, sizes)
