@@ -12,7 +12,13 @@ import numpy as np
 import torch
 
 from .. import _C
-from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, target_on_device
+from ..codegen.spec import (
+    KV_DTYPES,
+    Q_DTYPES,
+    check_matrix_dtypes,
+    target_on_device,
+    wrong_rows,
+)
 from ..errors import InputError
 from ..formats import Formats, KvFormat, Stored, kv_bytes, read_formats
 from ..stored_hooks import Decodings, check_partial, codes_of, decoded, decodings
@@ -188,6 +194,8 @@ class BatchBase:
             formats, (k_dtype, v_dtype), plain.num_kv_heads, plain.head_dim, plain.head_dim_v
         )
         options = replace(plain, k_dtype=k_dtype, v_dtype=v_dtype, kv_bytes=bytes_)
+        if wrong := wrong_rows((plain.head_dim, plain.head_dim_v), options.dtypes):
+            raise InputError(wrong)
         observed = Observed(not options.cpu and not options.whole_rows)
         made = OverFormats(formats, sides, variant, Kernels(options), observed)
         return self._by_formats.setdefault((formats, rotate_back), made)
