@@ -219,8 +219,8 @@ def wrong_rows(head_dims: tuple[int, int], dtypes: tuple[str, str, str]) -> str:
     ):
         if dtype == "uint8" and dim != wanted:
             return (
-                f"{name}={dim}, but uint8 is the dtype of latent rows of 576 values, of which 512 "
-                "are the values of values; pass codes as an fa.kv.Stored, with a kv_format"
+                f"{name}={dim}, but uint8 is of latent rows: keys of head_dim=576, values of "
+                "head_dim_v=512; pass other codes as an fa.kv.Stored, with a kv_format"
             )
     return ""
 

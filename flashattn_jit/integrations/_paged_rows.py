@@ -216,12 +216,15 @@ class PagedLayers:
                 head_dim=key.shape[2], head_dim_v=value.shape[2], q_dtype=query.dtype,
                 kv_dtype=key.dtype, device=self.cache.device,
             )  # fmt: skip
+        dtype = self.cache.spec.dtype
         kv_format = spec.formats[0] if spec.v_in_k else spec.formats
+        if spec.has_latent_rows(dtype):
+            kv_format, dtype = None, torch.uint8
         return CascadeAttention(
             variant, num_q_heads=num_q_heads, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, head_dim_v=spec.head_dim_v, v_in_k=spec.v_in_k,
             q_dtype=query.dtype, device=self.cache.device, kv_format=kv_format,
-            kv_dtype=None if all(spec.formats) else self.cache.spec.dtype,
+            kv_dtype=None if all(spec.formats) else dtype,
         )  # fmt: skip
 
     @property
