@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import InputError
 from .torch_modes import is_direct
-from .variants.ir.dtypes import CODES4, per_element, row_dim, unpacked
+from .variants.ir.dtypes import CODES4, per_element, row_dim, row_width, unpacked
 
 SCALES = ("tensor", "head", "token_head", "page_head", "channel")
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -581,7 +581,8 @@ def kv_bytes(
     dtypes: of those that have no format.
     """
     keys, values = (
-        num_kv_heads * (dim * dtype.itemsize if form is None else form.row_bytes(dim))
+        num_kv_heads
+        * (row_width(dim, dtype) * dtype.itemsize if form is None else form.row_bytes(dim))
         for form, dtype, dim in zip(formats, dtypes, (head_dim, head_dim_v), strict=True)
     )
     return keys, values

@@ -16,7 +16,7 @@ from ..variants.ir.ir import ROW_HOOKS, VariantIR
 from ..variants.lower.expressions import Uniforms
 from ..variants.lower.row import lower_cuda
 from ..variants.lower.row_numbers import row_numbers
-from .spec import DTYPE_BYTES, KernelSpec
+from .spec import DTYPE_BYTES, KernelSpec, stored_bytes
 from .targets import architecture
 
 WARP = 32
@@ -159,7 +159,7 @@ def warpgroup_registers(spec: KernelSpec) -> tuple[int, int]:
 
 def code_pitch(head_dim: int, dtype: str) -> int:
     """Bytes from one row of keys or values to the next in a ring of codes (`tile/codes.h`)."""
-    return _up(math.ceil(head_dim * DTYPE_BYTES[dtype]), 16)
+    return _up(math.ceil(stored_bytes(head_dim, dtype)), 16)
 
 
 def loaded_bytes(spec: KernelSpec) -> int:

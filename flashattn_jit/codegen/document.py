@@ -27,6 +27,7 @@ from ..variants.ir.ir import ROW_HOOKS, Node, VariantIR, canonical_json
 from .budget import MOST_NARROW, fits, padded
 from .spec import (
     CODE_DTYPES,
+    CUDA_CODES,
     FEATURES,
     KV_DTYPES,
     MAX_HEAD_DIM,
@@ -40,6 +41,7 @@ from .spec import (
     append_kernel,
     cuda_dtypes,
     name_of,
+    wrong_rows,
 )
 from .targets import (
     CODE_TARGETS,
@@ -223,6 +225,8 @@ def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
         for i, n in enumerate(_sequence("head_dims", doc["head_dims"], 2))
     )
     _check_rows(variant, head_dim, head_dim_v)
+    if wrong := wrong_rows((head_dim, head_dim_v), dtypes):
+        raise fail("head_dims", wrong)
     tile_kind, tile_q, tile_kv = _sequence("tile", doc["tile"], 3)
     choice("tile[0]", tile_kind, _TILE_KINDS)
     warps, stages = _sequence("warps", doc["warps"], 2)
@@ -280,7 +284,7 @@ def _dtypes(value: object, target: str) -> tuple[str, str, str]:
     cuda = is_cuda(target)
     choice("dtypes[0]", q, cuda_dtypes(target) if cuda else Q_DTYPES)
     for i, other in ((1, k), (2, v)):
-        choice(f"dtypes[{i}]", other, (q, *CODE_DTYPES) if cuda else KV_DTYPES)
+        choice(f"dtypes[{i}]", other, (q, *CUDA_CODES) if cuda else KV_DTYPES)
     return q, k, v
 
 

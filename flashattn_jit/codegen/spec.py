@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .. import _C, env
 from ..errors import EnvironmentVariableError, InputError, TargetError
-from ..variants.ir.ir import VariantIR, canonical_json, fitting_name, variant_to_json
+from ..variants.ir.ir import LATENT_ROWS, VariantIR, canonical_json, fitting_name, variant_to_json
 from .targets import (
     CPU_ROWS,
     CPU_TARGETS,
@@ -70,6 +70,7 @@ STORAGE = (
     StorageDtype("float8_e4m3fn", 1, "e4m3_t", "fp8", "E4m3Codes"),
     StorageDtype("float8_e5m2", 1, "e5m2_t", "e5m2", "E5m2Codes"),
     StorageDtype("bits4x2", 0.5, "int4x2_t", "int4", "Int4Codes"),  # two values an element
+    StorageDtype("uint8", 1, "latent_t", "fp8_ds_mla", "LatentCodes"),  # `LATENT_ROWS`
 )
 
 DTYPE_BYTES = {dtype.name: dtype.bytes for dtype in STORAGE}
@@ -81,8 +82,8 @@ CPP_TYPES = {dtype.name: dtype.cpp for dtype in STORAGE}
 CUDA_CODES = {dtype.name: dtype.cuda for dtype in STORAGE if dtype.cuda}
 """The types of quantised keys and values in the headers of CUDA kernels."""
 
-CODE_DTYPES = tuple(CUDA_CODES)
-"""Dtypes of quantised keys and values."""
+CODE_DTYPES = tuple(name for name in CUDA_CODES if name != "uint8")
+"""Dtypes of quantised keys and values whose scales are elsewhere."""
 
 KV_DTYPES = tuple(DTYPE_BYTES)
 """Dtypes of keys and values on CPU targets."""
@@ -191,7 +192,7 @@ def cuda_dtypes(target: str) -> tuple[str, ...]:
 def takes_dtypes(target: str, dtypes: tuple[str, str, str]) -> bool:
     """Whether a target has kernels for these dtypes of q, k and v."""
     if is_cuda(compiled_target(target)):
-        return dtypes[0] in cuda_dtypes(target) and {*dtypes[1:]} <= {dtypes[0], *CODE_DTYPES}
+        return dtypes[0] in cuda_dtypes(target) and {*dtypes[1:]} <= {dtypes[0], *CUDA_CODES}
     return dtypes[0] in Q_DTYPES and {*dtypes[1:]} <= DTYPE_BYTES.keys()
 
 
@@ -206,6 +207,24 @@ def matrix_dtype(target: str, q_dtype: str) -> str:
     return "bfloat16" if q_dtype == "bfloat16" and CPU_ROWS[target].bf16_rate else "float32"
 
 
+def stored_bytes(dim: int, dtype: str) -> float:
+    """Bytes of `dim` values of a row."""
+    return LATENT_ROWS.get(dim, dim) if dtype == "uint8" else dim * DTYPE_BYTES[dtype]
+
+
+def wrong_rows(head_dims: tuple[int, int], dtypes: tuple[str, str, str]) -> str:
+    """Why keys or values of dtype uint8 cannot be `LATENT_ROWS`; empty if they can, or are not."""
+    for name, dim, wanted, dtype in zip(
+        ("head_dim", "head_dim_v"), head_dims, LATENT_ROWS, dtypes[1:], strict=True
+    ):
+        if dtype == "uint8" and dim != wanted:
+            return (
+                f"{name}={dim}, but uint8 is of latent rows: keys of head_dim=576, values of "
+                "head_dim_v=512; pass other codes as an fa.kv.Stored, with a kv_format"
+            )
+    return ""
+
+
 def has_whole_rows(head_dims: tuple[int, int], dtypes: tuple[str, str, str]) -> bool:
     """Whether the rows of q, k, v and out are multiples of 16 bytes long, as copies on CUDA are.
 
@@ -216,7 +235,7 @@ def has_whole_rows(head_dims: tuple[int, int], dtypes: tuple[str, str, str]) -> 
     """
     (head_dim, head_dim_v), (q, k, v) = head_dims, dtypes
     rows = ((head_dim, q), (head_dim, k), (head_dim_v, v), (head_dim_v, q))
-    return not any(dim * DTYPE_BYTES[dtype] % 16 for dim, dtype in rows)
+    return not any(stored_bytes(dim, dtype) % 16 for dim, dtype in rows)
 
 
 # --- where a call runs ----------------------------------------------------------------------------
@@ -352,7 +371,7 @@ class KernelSpec:
     @property
     def has_codes(self) -> bool:
         """Whether keys or values are quantised."""
-        return self.k_dtype in CODE_DTYPES or self.v_dtype in CODE_DTYPES
+        return self.k_dtype in CUDA_CODES or self.v_dtype in CUDA_CODES
 
     @property
     def template(self) -> str:

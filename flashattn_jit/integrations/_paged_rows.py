@@ -218,12 +218,15 @@ class PagedLayers:
             )  # fmt: skip
         # Of a group with a tail the plans of steps say the formats of levels.
         formats = (None, None) if spec.has_tail else spec.formats
+        dtype = self.cache.spec.dtype
+        kv_format = formats[0] if spec.v_in_k else formats
+        if spec.has_latent_rows(dtype):
+            kv_format, dtype = None, torch.uint8
         return CascadeAttention(
             variant, num_q_heads=num_q_heads, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, head_dim_v=spec.head_dim_v, v_in_k=spec.v_in_k,
-            q_dtype=query.dtype, device=self.cache.device,
-            kv_format=formats[0] if spec.v_in_k else formats,
-            kv_dtype=None if all(formats) else self.cache.spec.dtype,
+            q_dtype=query.dtype, device=self.cache.device, kv_format=kv_format,
+            kv_dtype=None if all(formats) else dtype,
         )  # fmt: skip
 
     @property

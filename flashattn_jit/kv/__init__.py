@@ -8,6 +8,7 @@ of some. Attention itself is `fa.BatchAttention` or `fa.CascadeAttention` over t
 from __future__ import annotations
 
 from ..formats import Format, Stored
+from ..ops.keys.columns import latent_parts
 from .cache import Cache
 from .capacity.estimate import Absorption, Estimate, GroupEstimate, estimate
 from .capacity.replay import Option, Recommendation, Replay, Request, recommend
@@ -47,5 +48,6 @@ __all__ = [
     "Timeline",
     "dead_pages",
     "estimate",
+    "latent_parts",
     "recommend",
 ]

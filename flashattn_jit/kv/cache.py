@@ -433,7 +433,8 @@ class Cache:
 
         Returns:
             [num_pages + 1, page_size, 1, head_dim], a view, or an `fa.kv.Stored`: the keys of
-            `BatchAttention` with v_in_k. Their first head_dim_v columns are the values.
+            `BatchAttention` with v_in_k. Their first head_dim_v columns are the values. Rows of
+            FlashMLA's format are uint8 [..., 656], for kv_dtype=torch.uint8.
 
         Raises InputError for a number that no layer has, and for a layer without such rows: its
         group is without v_in_k, or its formats keep the parts apart.
@@ -442,7 +443,8 @@ class Cache:
         if layer not in self._rows:
             raise InputError(
                 f"layer {layer} has no rows of both parts: its group needs v_in_k=True, and no "
-                "kv_format or a pair of one format of 8 bits in groups; tensors() has the parts"
+                "kv_format, a pair of one format of 8 bits in groups, or of 512 and 64 columns in "
+                'bfloat16 fa.kv.Format("e4m3", group=128); tensors() has the parts'
             )
         return self._rows[layer]
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..formats import Codes, Format, Stored
-from ..ops.keys.columns import columns
-from ..variants.ir.dtypes import CODES4, per_element
+from ..ops.keys.columns import columns, latent_parts
+from ..variants.ir.dtypes import CODES4, row_width
 from .int_buffer import Ints
 from .spec import Group
 
@@ -147,11 +147,14 @@ class Pages:
         rows = self.num_pages + 1
         used, sizes = group.part_bytes(page_size, dtype)
         dims, formats = [*group.part_dims], [*group.formats]
-        if group.is_one_row:
+        if group.has_latent_rows(dtype):
+            dims, formats, dtype = [group.head_dim], [None], torch.uint8
+            used = sizes = [page_size * row_width(group.head_dim, dtype)]
+        elif group.is_one_row:
             dims, formats = [group.head_dim], formats[:1]
             used, sizes = [sum(used)], [sum(sizes)]
         dtypes = [dtype if f is None else f.dtype for f in formats]
-        widths = [dim // per_element(own) for dim, own in zip(dims, dtypes, strict=True)]
+        widths = [row_width(dim, own) for dim, own in zip(dims, dtypes, strict=True)]
         self.views: list[tuple[Codes, Codes]] = []
         self.rows: list[Codes] = []
         self.memory: list[torch.Tensor] = []
@@ -183,9 +186,12 @@ class Pages:
                 shape = group.numbers_shape(form, dims[part], page_size)
                 pair.append(self._stored(view, form, books.get(form), shape))
             if len(pair) == 1:
-                latent, rotary = group.part_dims
-                self.rows.append(pair[0])
-                pair = [columns(pair[0], 0, latent), columns(pair[0], latent, rotary)]
+                (row,), (latent, rotary) = pair, group.part_dims
+                self.rows.append(row)
+                if isinstance(row, torch.Tensor) and row.dtype is torch.uint8:
+                    pair = [*latent_parts(row)]
+                else:
+                    pair = [columns(row, 0, latent), columns(row, latent, rotary)]
             self.views.append((pair[0], pair[1]))
 
     def _stored(

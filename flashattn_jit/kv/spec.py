@@ -61,7 +61,9 @@ class Group:
             are quantised when it is full, and until then they are kept as they are, in pages of
             the tail; not with "compact" or v_in_k. With v_in_k, of the latents; a
             pair is of the latents and of the rotary part, which attention reads where both are one
-            format of 8 bits, in groups of channels that divide both.
+            format of 8 bits, in groups of channels that divide both. It also reads latents of
+            ``fa.kv.Format("e4m3", group=128)`` where widths are 512 and 64 and the cache's dtype is
+            bfloat16: FlashMLA's fp8 cache, of 656 bytes a token.
         v_in_k: latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): a token has one
             row of head_dim for all query heads, the latent of head_dim_v columns, which are its
             values, and then the rotary part of its keys. A row is stored once. num_kv_heads is 1.
@@ -164,6 +166,14 @@ class Group:
             and form.dtype is not CODES4
         )  # fmt: skip
         return self.v_in_k and form == rest and grouped
+
+    def has_latent_rows(self, dtype: torch.dtype) -> bool:
+        """Whether both parts are one row of uint8, as `fa.kv.latent_parts` takes it.
+
+        dtype: of parts that are not quantised.
+        """
+        own = self.v_in_k and self.part_dims == (512, 64) and dtype is torch.bfloat16
+        return own and self.formats == (Format("e4m3", group=128), None)
 
     @property
     def _part_names(self) -> tuple[str, str]:
@@ -341,7 +351,7 @@ class Spec:
               for f in g.formats]]
             for g in self.groups
         ]  # fmt: skip
-        document = ["fajit-kv/4", self.page_size, DTYPE_NAMES[self.dtype], groups]
+        document = ["fajit-kv/5", self.page_size, DTYPE_NAMES[self.dtype], groups]
         return hashlib.sha256(json.dumps(document).encode()).digest()
 
     @classmethod

@@ -26,7 +26,8 @@ class BatchAttention(BatchBase):
             dims above 256 and without key_mod and value_mod, a row is read once for both.
         q_dtype: float32, bfloat16 or float16 on the CPU, bfloat16 or float16 on CUDA.
         kv_dtype: q_dtype by default; on the CPU also float8_e4m3fn, float8_e5m2, and int8 where the
-            variant has a `key_mod` and a `value_mod`, which scale it.
+            variant has a `key_mod` and a `value_mod`, which scale it. uint8 is of latent rows of
+            656 bytes (`fa.kv.latent_parts`), of head_dim 576 and head_dim_v 512.
         kv_format: an `fa.kv.Format` in place of kv_dtype, or a pair of one for k and one for v,
             either of which may be None (then of kv_dtype): runs take `fa.kv.Stored`, codes with
             their scales.

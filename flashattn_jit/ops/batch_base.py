@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .. import _C
-from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, target_on_device
+from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, target_on_device, wrong_rows
 from ..errors import InputError
 from ..formats import Formats, KvFormat, Stored, kv_bytes, read_formats
 from ..late_binding import upper
@@ -203,6 +203,8 @@ class BatchBase:
             formats, (k_dtype, v_dtype), plain.num_kv_heads, plain.head_dim, plain.head_dim_v
         )
         options = replace(plain, k_dtype=k_dtype, v_dtype=v_dtype, kv_bytes=bytes_)
+        if wrong := wrong_rows((plain.head_dim, plain.head_dim_v), options.dtypes):
+            raise InputError(wrong)
         observed = Observed(not options.cpu and not options.whole_rows)
         made = OverFormats(formats, sides, variant, Kernels(options), observed)
         return self._by_formats.setdefault((formats, rotate_back), made)
@@ -429,16 +431,10 @@ class BatchBase:
             refuse_capture(options.device, "plan() was called", PLAN_FIRST)
 
     def _planned_now(
-        self,
-        q_indptr: torch.Tensor,
-        stored: ReadStorage,
-        levels: Sequence[Level],
-        sparsity: Sparsity | None,
-        q_offset: Offset,
-        params: Params,
-        over: OverFormats | None = None,
-        whole_q_len: Array | None = None,
-    ) -> Planned:
+        self, q_indptr: torch.Tensor, stored: ReadStorage, levels: Sequence[Level],
+        sparsity: Sparsity | None, q_offset: Offset, params: Params,
+        over: OverFormats | None = None, whole_q_len: Array | None = None,
+    ) -> Planned:  # fmt: skip
         """A plan that is not in force yet. Levels whose keys are elsewhere count in positions.
 
         over: the object's own formats by default. whole_q_len: where requests are parts of longer

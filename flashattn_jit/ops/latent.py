@@ -20,7 +20,7 @@ from ..variants.ir.dtypes import row_dim
 from ..variants.variant import Variant
 from .append import append_paged_kv
 from .arguments.checks import check_int
-from .keys.columns import columns
+from .keys.columns import columns, latent_parts
 from .keys.paged import Paged
 
 
@@ -158,7 +158,8 @@ def append_paged_latent(
         k_rope: [num_tokens, rope_dim].
         pages: [num_pages, page_size, 1, rank + rope_dim], written to. An `fa.kv.Stored` quantises
             rows: its format needs groups of channels that divide both rank and rope_dim, so that
-            each part has scales of its own.
+            each part has scales of its own. Of uint8 the latent rows of FlashMLA's fp8 cache,
+            [num_pages, page_size, 1, 656] of rank 512 and rope_dim 64; see `fa.kv.latent_parts`.
         q_indptr, paged, positions, target: as for `append_paged_kv`.
         transform: a variant whose key_mod changes latents and whose value_mod changes rotary parts.
 
@@ -184,10 +185,13 @@ def append_paged_latent(
             f"pages must be [num_pages, page_size, 1, {rank + rope}], as latent has {rank} columns "
             f"and k_rope {rope}; got {list(getattr(whole, 'shape', ()))}"
         )
+    if whole.dtype is torch.uint8 and not isinstance(pages, Stored):
+        parts: tuple[Codes, Codes] = latent_parts(whole)
+    else:
+        parts = columns(pages, 0, rank), columns(pages, rank, rope)
     append_paged_kv(
-        latent.unsqueeze(1), k_rope.unsqueeze(1), columns(pages, 0, rank),
-        columns(pages, rank, rope), q_indptr, paged, positions=positions, transform=transform,
-        target=target,
+        latent.unsqueeze(1), k_rope.unsqueeze(1), *parts, q_indptr, paged, positions=positions,
+        transform=transform, target=target,
     )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ from ..codegen.spec import (
     append_kernel,
     has_whole_rows,
     takes_dtypes,
+    wrong_rows,
 )
 from ..codegen.targets import compiled_target, is_cuda
 from ..errors import InputError
@@ -125,6 +126,8 @@ def _kernels(
     v_in_k: bool = False,
 ) -> tuple[KernelSpec, ...]:
     if not takes_dtypes(target, dtypes) or not has_tiles(head_dims, target):
+        return ()
+    if wrong_rows(head_dims, dtypes):
         return ()
     if is_cuda(compiled_target(target)) and against_wide(
         KernelSpec(variant, *dtypes, *head_dims, compiled_target(target), "prefill", 0, 0)

@@ -29,6 +29,7 @@ from ..codegen.spec import (
     TileKind,
     matrix_dtype,
     name_of,
+    stored_bytes,
 )
 from ..codegen.targets import CPU_ROWS, compiled_target, has_amx, is_cuda
 from ..variants.ir.ir import VariantIR
@@ -73,8 +74,8 @@ class Problem:
         q_rows, kv_rows = sum(self.q_len), sum(self.kv_len)
         q_item = DTYPE_BYTES[self.q_dtype]
         ends = q_rows * self.num_q_heads * (self.head_dim + self.head_dim_v) * q_item
-        row = (
-            self.head_dim * DTYPE_BYTES[self.k_dtype] + self.head_dim_v * DTYPE_BYTES[self.v_dtype]
+        row = stored_bytes(self.head_dim, self.k_dtype) + stored_bytes(
+            self.head_dim_v, self.v_dtype
         )
         return ends + kv_rows * self.num_kv_heads * row * density
 
@@ -487,10 +488,9 @@ def coefficients(spec: KernelSpec, target: str, device: Device | None = None) ->
         Costs(item_ns=2000.0, load_ns=71.2, alone_ns=15.6, pair_ns=0.41, state_ns=143.5,
               cached_keys=25600.0)
     """
-    k_bytes, v_bytes = DTYPE_BYTES[spec.k_dtype], DTYPE_BYTES[spec.v_dtype]
-    key_bytes = spec.head_dim * k_bytes
+    key_bytes = stored_bytes(spec.head_dim, spec.k_dtype)
     if "values_in_keys" not in spec.features:
-        key_bytes += spec.head_dim_v * v_bytes
+        key_bytes += stored_bytes(spec.head_dim_v, spec.v_dtype)
     flops = 2.0 * (spec.head_dim + spec.head_dim_v)
     state_bytes = 2 * 4 * (spec.head_dim_v + 1)  # fp32, written and read back
     compiled = compiled_target(target)

@@ -20,7 +20,7 @@ from flashattn_jit.errors import InputError, VariantError
 from flashattn_jit.torch_modes import need_values
 from flashattn_jit.variants.builtins import CONTEXT
 from flashattn_jit.variants.functions import tanh_approx
-from flashattn_jit.variants.ir.dtypes import CODES4, unpacked
+from flashattn_jit.variants.ir.dtypes import CODES4, latent_values, unpacked
 from flashattn_jit.variants.ir.ir import unscaled_integers
 from flashattn_jit.variants.params import PARTS, Dims, parts_of, resolve
 from flashattn_jit.variants.variant import CppHook, Variant, as_variant
@@ -381,10 +381,13 @@ def _readable(x: Any) -> Any:
 
 
 def _rows_of(x: Any, heads_dim: int) -> Tensor:
-    """Keys or values as a tensor: of an `fa.kv.Stored` the values, of 4 bits the integers."""
+    """Keys or values as a tensor: of an `fa.kv.Stored` and of latent rows the values, of 4 bits the
+    integers."""
     if hasattr(x, "dequantize") and not isinstance(x, Tensor):
         found: Tensor = x.dequantize(heads_dim=heads_dim)
         return found
+    if x.dtype is torch.uint8:
+        return latent_values(x)
     return unpacked(x).to(torch.int8) - 8 if x.dtype is CODES4 else x
 
 

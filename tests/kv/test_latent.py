@@ -125,6 +125,56 @@ def test_attention_over_quantised_rows(code: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["page", "layer"])
+def test_attention_over_rows_of_two_formats(layout: str) -> None:
+    """FlashMLA's rows, with a fork whose last page is copied and a sequence that was suspended."""
+    form = fa.kv.Format("e4m3", group=128)
+    group = fa.kv.Group((0, 1), 1, 576, 512, HEADS, fa.Causal(), v_in_k=True, kv_format=form)
+    spec = fa.kv.Spec((group,), 4, torch.bfloat16)
+    cache = fa.kv.Cache(spec, 8, max_kv_len=24, layout=layout)  # type: ignore[arg-type]
+    assert sum(m.nbytes for p in cache.pools for m in p.memory) == 9 * spec.page_bytes(0)
+    assert spec.page_bytes(0) == 2 * 4 * 656
+    attention = fa.BatchAttention(
+        fa.Causal(), num_q_heads=HEADS, num_kv_heads=1, head_dim=576, head_dim_v=512, v_in_k=True,
+        q_dtype=torch.float32, kv_dtype=torch.uint8,
+    )  # fmt: skip
+    seq, generator = cache.open(range(9)), torch.Generator().manual_seed(0)
+    written: list[list[torch.Tensor]] = [[], []]
+    for count in (7, 1):
+        with cache.step([(seq, range(count))]) as step:
+            step.plan(attention)
+            for layer in range(2):
+                latent, rotary = (
+                    torch.randn(count, 1, n, generator=generator).bfloat16() for n in (512, 64)
+                )
+                step.append(layer, latent, rotary)
+                values = form.quantize(latent).dequantize()
+                written[layer].append(torch.cat([values, rotary.float()], -1).squeeze(1))
+                q = torch.randn(count, HEADS, 576, generator=generator)
+                out = attention.run(q, cache.latents(layer), scale=0.05)
+                keys = torch.cat(written[layer]).double()
+                scores = torch.einsum("qhd,kd->hqk", q.double() * 0.05, keys)
+                kept = torch.ones(count, len(keys), dtype=torch.bool).tril(len(keys) - count)
+                weights = scores.masked_fill(~kept, -torch.inf).softmax(-1)
+                wanted = torch.einsum("hqk,kd->qhd", weights, keys[:, :512])
+                assert (out.double() - wanted).abs().max() < 5e-6
+            step.commit()
+        if count == 7:
+            other = seq.fork()
+    seq.suspend()
+    seq.resume()
+    for one, length in ((other, 7), (seq, 8)):
+        table = torch.from_numpy(one.pages().astype("int64"))
+        for layer in range(2):
+            codes, rotary = cache.tensors(layer)
+            parts = (codes.dequantize()[table], rotary[table].float())  # type: ignore[union-attr, index]
+            found = torch.cat(parts, -1).reshape(-1, 576)[:length]
+            assert torch.equal(found, torch.cat(written[layer])[:length])
+    half = fa.kv.Cache(fa.kv.Spec((group,), 4, torch.float16), 2, max_kv_len=8)
+    with pytest.raises(fa.InputError, match="no rows of both parts"):
+        half.latents(0)  # whose rotary part is no bfloat16
+
+
+@pytest.mark.parametrize("layout", ["page", "layer"])
 @pytest.mark.parametrize("page_size", [1, 3])
 def test_parts_of_two_dtypes_hold_what_the_spec_says(page_size: int, layout: str) -> None:
     group = fa.kv.Group((0, 1), 1, 6, kv_format=(fa.kv.Format("int8"), None))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...codegen.spec import AnySpec, takes_dtypes
+from ...codegen.spec import AnySpec, takes_dtypes, wrong_rows
 from ...errors import FlashAttnJitError, InputError, ParamError
 from ...formats import Formats
 from ...ops.keys.columns import check_values_in_keys
@@ -111,6 +111,7 @@ def specs_of(
         if len(found) == before:  # targets take the dtypes: it is int8 that no hook scales
             hooks = present_hooks(made_of[0].variant).__contains__
             words = next(filter(None, (unscaled_integers(hooks, *of[1:]) for _, of in pairs)), "")
+            words = words or next(filter(None, (wrong_rows(dims, of) for _, of in pairs)), "")
             words = words or "appends change rows of float32, bfloat16 and float16"
             raise InputError(f"dtypes: {chosen.name}: {words}")
     for target, of in pairs:

@@ -25,6 +25,7 @@ from ...ops.arguments.checks import check_dense
 from ...planner.devices import Device
 from ...planner.roofline import Hardware, RooflinePoint, roofline
 from ...planner.tiles import Problem, TileChoice, build_request, candidates, choose
+from ...variants.ir.dtypes import row_dim
 from ...variants.ir.ir import VariantIR, format_graph
 from ...variants.params import Dims
 from ...variants.variant import Bound, Variant
@@ -295,7 +296,7 @@ def _layout(
     else:
         check_dense(q, k, v)
         batch, heads, q_len, head_dim = q.shape
-        d = Dims(batch, heads, k.shape[1], q_len, k.shape[2], head_dim, v.shape[3])
+        d = Dims(batch, heads, k.shape[1], q_len, k.shape[2], head_dim, row_dim(v))
         dtypes = (q.dtype, k.dtype, v.dtype)
     read = read_lengths(d.batch, d.q_len, d.kv_len, kv_len, q_offset)
     return Layout(d, dtypes, dense_lengths(d.batch, d.q_len, d.kv_len, *read))

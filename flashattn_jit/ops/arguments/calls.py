@@ -22,7 +22,7 @@ from ...codegen.spec import has_whole_rows
 from ...errors import InputError
 from ...torch_modes import need_values, refuse_transforms
 from ...variants.binding import Structure
-from ...variants.ir.dtypes import KV_NAMES, per_element, row_dim
+from ...variants.ir.dtypes import KV_NAMES, dim_of, row_dim
 from ...variants.params import Dims
 from . import checks
 
@@ -124,7 +124,7 @@ class Form:
     @property
     def head_dim_v(self) -> int:
         """Head dim of v and out."""
-        return self.v_shape[-1] * per_element(self.dtypes[2])
+        return dim_of(self.v_shape[-1], self.dtypes[2])
 
     @property
     def kv_extents(self) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from ...codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ...errors import GradError, InputError
 from ...torch_modes import GRAD_MESSAGE, PLAIN, need_values, refuse_transforms, unreadable
 from ...variants.ir.dtypes import KV_NAMES, row_dim
+from ...variants.ir.ir import LATENT_ROWS
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 INT32_MAX = 2**31 - 1
@@ -64,6 +65,12 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
             raise InputError(
                 f"{name}'s last dim (head_dim) must be contiguous, its stride is "
                 f"{tensor.stride(-1)}; pass {name}.contiguous()"
+            )
+        width = LATENT_ROWS[576 if name == "k" else 512]
+        if tensor.dtype is torch.uint8 and tensor.shape[-1] != width:
+            raise InputError(
+                f"{name} of uint8 must have latent rows of {width} bytes, got "
+                f"{list(tensor.shape)}: 512 codes of e4m3, 4 scales and in k 64 values of bfloat16"
             )
         check_not_lazy(name, tensor)
     check_devices({"q": q, "k": k, "v": v})  # type: ignore[dict-item]  # tensors by now

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ...errors import InputError
 from ...formats import Codes, Formats, Stored
-from ...variants.ir.dtypes import CODES4, row_dim
+from ...variants.ir.dtypes import CODES4, row_dim, row_width
 
 
 def check_values_in_keys(head_dim: int, head_dim_v: int, formats: Formats) -> None:
@@ -32,6 +33,44 @@ def check_values_in_keys(head_dim: int, head_dim_v: int, formats: Formats) -> No
         raise InputError("v_in_k=True: rows with rotate=True have no first columns; leave it out")
 
 
+def latent_parts(rows: Tensor) -> tuple[Stored, Tensor]:
+    """Latent rows of uint8 as the two tensors that they hold, views.
+
+    They are those of FlashMLA's fp8 cache, which vLLM calls fp8_ds_mla: `BatchAttention` with
+    v_in_k and kv_dtype=torch.uint8 reads them, `append_paged_latent` writes them.
+
+    Args:
+        rows: uint8 [..., num_kv_heads, 656], with a contiguous last dim and other strides that are
+            multiples of 4.
+
+    Returns:
+        The latents [..., num_kv_heads, 512], an `fa.kv.Stored` of the format
+        ``fa.kv.Format("e4m3", group=128)``, and the rotary parts [..., num_kv_heads, 64], bfloat16.
+
+    Raises:
+        InputError: another dtype, width or strides.
+
+    Source: FlashMLA, https://github.com/deepseek-ai/FlashMLA, FP8 sparse decoding.
+
+    Example:
+        >>> latents, k_rope = fa.kv.latent_parts(pages)
+    """
+    if not isinstance(rows, Tensor) or rows.dtype is not torch.uint8 or row_dim(rows) != 576:
+        has = (
+            f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        )
+        raise InputError(f"latent rows must be uint8 [..., num_kv_heads, 656], got {has}")
+    codes, scales, k_rope = rows.split([512, 16, 128], -1)
+    try:
+        numbers, k_rope = scales.view(torch.float32), k_rope.view(torch.bfloat16)
+    except RuntimeError as error:
+        raise InputError(
+            f"latent rows have strides {list(rows.stride())} and begin at byte "
+            f"{rows.storage_offset()}: a contiguous last dim and multiples of 4 are needed"
+        ) from error
+    return Stored(codes.view(torch.float8_e4m3fn), numbers, group=128), k_rope
+
+
 def columns(rows: Codes, first: int, count: int) -> Codes:
     """Channels [first, first + count) of rows, as a view.
 
@@ -39,11 +78,17 @@ def columns(rows: Codes, first: int, count: int) -> Codes:
     channels that are cut.
     """
     if not isinstance(rows, Stored):
-        if not isinstance(rows, Tensor) or not rows.dim() or rows.shape[-1] < first + count:
+        if not isinstance(rows, Tensor) or not rows.dim() or row_dim(rows) < first + count:
             raise InputError(
                 f"rows of keys must be a tensor [..., head_dim] of {first + count} columns or more"
             )
-        return rows.narrow(-1, first, count)
+        if rows.dtype is not torch.uint8:
+            return rows.narrow(-1, first, count)
+        if (first, count) != (0, 512):
+            raise InputError(
+                f"latent rows have 512 values that can be read alone, not {count} from {first} on"
+            )
+        return rows.narrow(-1, 0, row_width(512, rows.dtype))
     dim, group = row_dim(rows.codes), rows.group
     if first + count > dim or rows.codes.dtype is CODES4 or rows.rotated:
         raise InputError(

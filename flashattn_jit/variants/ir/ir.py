@@ -27,6 +27,11 @@ DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float6
 STORAGE_DTYPES = (*DTYPES, "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Dtypes that a captured tensor may have in memory."""
 
+LATENT_ROWS = {576: 656, 512: 528}
+"""Bytes of rows of keys and of values whose dtype is uint8, by head dim: those of FlashMLA's fp8
+cache, 512 codes of float8_e4m3fn, 4 scales of 128 codes each (float32) and 64 values of bfloat16,
+and without these 64."""
+
 INT_BITS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
 
 DEFAULT_FLOAT = "float32"

@@ -12,8 +12,8 @@
 // to 32.
 //
 // Rows of K or V are copied to a buffer only when a key_mod or value_mod does more than decode
-// them, when codes have a codebook or groups of channels and are not multiplied as integers, or
-// when the head dim does not fill vectors (a load would reach past the row).
+// them, when codes have a codebook or groups of channels (latent rows too) and are not multiplied
+// as integers, or when the head dim does not fill vectors (a load would reach past the row).
 #pragma once
 #include <fajit/cpu/codes/integers.h>
 #include <fajit/cpu/codes/numbers.h>
@@ -45,8 +45,10 @@ class FewRow {
       round_up(Config::kHeadDimV, ValueStep<Matrix, Matrix, 0>::kVectors* kLanes);
   // Rows that products can read where they are: whole vectors, in each half of packed codes.
   static constexpr bool kWholeKeys =
+      !same<K, latent_t> &&
       Config::kHeadDim % (kPerElement<K> * KeyVector<Matrix, Matrix, 0>::kElements) == 0;
   static constexpr bool kWholeValues =
+      !same<V, latent_t> &&
       Config::kHeadDimV % (kPerElement<V> * ValueStep<Matrix, Matrix, 0>::kVectors * kLanes) == 0;
   // What hooks that only decode rows need.
   using KeyNumbers = typename Hooks::KeyNumbers;
@@ -90,9 +92,8 @@ class FewRow {
   // Whether values may be the first dims of decoded keys: 8 rows of latents (e4m3, 576 + 512 dims)
   // took 0.78 of the time when these were decoded once (Zen 4, cpu:avx512_bf16, by hand).
   static constexpr bool kMayBeKeys =
-      kDecodesKeys && kDecodesValues && !kKeysInPlace && !kValuesInPlace &&
-      Config::kHeadDimV == kDimV && kDimV <= kDim &&
-      may_be_keys<KeyNumbers, ValueNumbers, K, V, Config::kHeadDim, Config::kHeadDimV>();
+      !kKeysInPlace && !kValuesInPlace && Config::kHeadDimV == kDimV && kDimV <= kDim &&
+      may_be_keys<Hooks, K, V, Config::kHeadDim, Config::kHeadDimV>();
   // Groups of channels whose weights differ.
   static constexpr int kWeightGroups = kIntegerValues ? ValueNumbers::kGroups : 1;
 

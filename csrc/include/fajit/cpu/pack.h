@@ -1,6 +1,7 @@
 // Converts rows of q, k and v, after their hooks, to the matrix dtype and the layouts of the
 // microkernel.
 #pragma once
+#include <fajit/cpu/codes/numbers.h>
 #include <fajit/cpu/microkernel.h>
 #include <fajit/cpu/packed_rows.h>
 #include <fajit/cpu/vector/transpose.h>
@@ -14,9 +15,12 @@ template <bool Modified, int N, int Padded, class Matrix, class T, class Mod>
 FAJIT_INLINE void convert_row(const T* src, Matrix* dst, Mod mod) {
   if constexpr (same<T, Matrix> && !Modified) {
     __builtin_memcpy(dst, src, N * sizeof(T));
+  } else if constexpr (same<T, latent_t> && !Modified) {
+    decode_latent<N>(src, dst);
   } else {
     alignas(64) float row[round_up(N, kLanes)];
-    load_row<T, N>(src, row);
+    if constexpr (same<T, latent_t>) decode_latent<N>(src, static_cast<float*>(row));
+    else load_row<T, N>(src, row);
     if constexpr (Modified) {
       alignas(64) float changed[round_up(N, kLanes)];
       mod(static_cast<const float*>(row), static_cast<float*>(changed));

@@ -69,8 +69,9 @@ class Prefill {
                                          kWholeGroups<ValueNumbers, V, Config::kHeadDimV>;
   // Whether values may be the first dims of decoded keys (latent attention).
   static constexpr bool kMayBeKeys =
-      kDecodesKeys && kDecodesValues && Config::kHeadDimV == kVRow && kVRow <= kKRow &&
-      may_be_keys<KeyNumbers, ValueNumbers, K, V, Config::kHeadDim, Config::kHeadDimV>();
+      kDecodesKeys == kDecodesValues && (kDecodesKeys || same<K, latent_t>) &&
+      Config::kHeadDimV == kVRow && kVRow <= kKRow &&
+      may_be_keys<Hooks, K, V, Config::kHeadDim, Config::kHeadDimV>();
   static constexpr int kNumberKeys = round_up(kTileKv, kLanes);
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
   using KvRows = KeysOf<Config, kTileKv>;

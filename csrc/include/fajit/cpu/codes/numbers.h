@@ -23,11 +23,12 @@ constexpr bool is_scale() {
 }
 template <class Numbers>
 constexpr bool kIsScale = is_scale<Numbers>();
-// Whether a hook only decodes rows of Code. A codebook is of codes of 4 bits: other rows may have
-// the same formula, but other indices.
+// Whether a hook only decodes rows of Code, which are no latent rows. A codebook is of codes of 4
+// bits: other rows may have the same formula, but other indices.
 template <class Numbers, class Code>
 constexpr bool is_decoding() {
-  if constexpr (Numbers::kGroups > 0) return Numbers::kCodebook < 0 || same<Code, int4x2_t>;
+  if constexpr (Numbers::kGroups > 0 && !same<Code, latent_t>)
+    return Numbers::kCodebook < 0 || same<Code, int4x2_t>;
   return false;
 }
 template <class Numbers, class Code>
@@ -225,10 +226,14 @@ constexpr bool has_whole_groups() {
 template <class Numbers, class Code, int Dim>
 constexpr bool kWholeGroups = has_whole_groups<Numbers, Code, Dim>();
 
-// Whether values of DimV codes with the numbers of keys of Dim codes are their first dims.
-template <class Keys, class Values, class K, class V, int Dim, int DimV>
+// Whether values of DimV codes with the numbers of keys of Dim codes are their first dims, as those
+// of latent rows are that no hook changes.
+template <class Hooks, class K, class V, int Dim, int DimV>
 constexpr bool may_be_keys() {
-  if constexpr (same<K, V> && !same<K, int4x2_t> && Keys::kGroups > 0 && Values::kGroups > 0)
+  using Keys = typename Hooks::KeyNumbers;
+  using Values = typename Hooks::ValueNumbers;
+  if constexpr (same<K, V> && same<K, latent_t>) return !Hooks::kKeyMod && !Hooks::kValueMod;
+  else if constexpr (same<K, V> && !same<K, int4x2_t> && Keys::kGroups > 0 && Values::kGroups > 0)
     return Dim / Keys::kGroups == DimV / Values::kGroups && Keys::kZeros == Values::kZeros &&
            Keys::kCodebook < 0 && Values::kCodebook < 0;
   return false;
@@ -237,11 +242,12 @@ constexpr bool may_be_keys() {
 template <class Keys, class Values, int Stride>
 FAJIT_INLINE bool same_numbers(const float* keys, const float* values, int count) {
   vi differ{};
-  for (int set = 0; set < Values::kCount / Values::kGroups; ++set)
-    for (int g = 0; g < Values::kGroups; ++g)
-      for (int n = 0; n < count; n += kLanes)
-        differ |= load(keys + (set * Keys::kGroups + g) * Stride + n) !=
-                  load(values + (set * Values::kGroups + g) * Stride + n);
+  if constexpr (Values::kGroups > 0)
+    for (int set = 0; set < Values::kCount / Values::kGroups; ++set)
+      for (int g = 0; g < Values::kGroups; ++g)
+        for (int n = 0; n < count; n += kLanes)
+          differ |= load(keys + (set * Keys::kGroups + g) * Stride + n) !=
+                    load(values + (set * Values::kGroups + g) * Stride + n);
   return !any(differ);
 }
 
@@ -291,6 +297,23 @@ FAJIT_INLINE void decode_row(const Code* src, const float* numbers, const Table&
     store_row<Matrix, Dim>(dst, row);
   }
   if constexpr (Dim < Padded) __builtin_memset(dst + Dim, 0, (Padded - Dim) * sizeof(Matrix));
+}
+
+struct LatentNumbers {
+  static constexpr int kGroups = kLatentGroups, kCount = kGroups, kCodebook = -1;
+  static constexpr bool kZeros = false;
+};
+// dst[0, N) = the values of a latent row, rounded once to the matrix dtype.
+template <int N, class Matrix>
+FAJIT_INLINE void decode_latent(const latent_t* src, Matrix* dst) {
+  float scales[kLatentGroups];
+  __builtin_memcpy(scales, src + kLatentCodes, sizeof scales);
+  decode_row<LatentNumbers, e4m3_t, kLatentCodes, kLatentCodes, 1>(
+      reinterpret_cast<const e4m3_t*>(src), scales, Table(), dst);
+  const auto* const rest = reinterpret_cast<const bfloat16_t*>(src + kLatentBytes);
+  for (int d = 0; d < N - kLatentCodes; d += 2 * kLanes)
+    store_two(dst + kLatentCodes + d, Storage<bfloat16_t>::load(rest + d),
+              Storage<bfloat16_t>::load(rest + d + kLanes));
 }
 
 }  // namespace fajit

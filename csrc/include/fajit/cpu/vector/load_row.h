@@ -17,6 +17,11 @@ struct e5m2_t { uint8_t bits; };
 // Two integers of 4 bits, -8 to 7, stored as themselves plus 8: byte i of a row of N has those of
 // dim i, in its low bits, and of dim i + N / 2.
 struct int4x2_t { uint8_t bits; };
+// A byte of a token's row in FlashMLA's fp8 cache: 512 codes of e4m3, 4 scales of 128 codes each
+// (fp32), 64 values of bf16. Such a row has 576 dims, and without the bf16 values 512.
+struct latent_t { uint8_t bits; };
+constexpr int kLatentCodes = 512, kLatentGroups = 4;
+constexpr int kLatentBytes = kLatentCodes + kLatentGroups * int{sizeof(float)};  // before bf16
 
 // Values that an element of a row holds, and the elements of a row.
 template <class T>
@@ -25,7 +30,7 @@ template <>
 constexpr int kPerElement<int4x2_t> = 2;
 template <class T>
 constexpr int elements_of(int dims) {
-  return dims / kPerElement<T>;
+  return same<T, latent_t> ? kLatentBytes + 2 * (dims - kLatentCodes) : dims / kPerElement<T>;
 }
 
 typedef uint8_t vb __attribute__((vector_size(FAJIT_LANES)));

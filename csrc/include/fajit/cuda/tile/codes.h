@@ -208,6 +208,40 @@ struct NoCodes {
   }
 };
 
+// Rows of FlashMLA's fp8 cache: 512 codes of e4m3, 4 scales of 128 codes each (fp32), 64 values of
+// bfloat16. Such a row has 576 values, and without those of bfloat16 512.
+struct LatentCodes {
+  static constexpr int kBits = 8, kCodes = 512, kGroup = 128;
+  static constexpr int kRest = kCodes + kCodes / kGroup * 4;  // bytes before bfloat16
+  template <class Element, int N>
+  static FAJIT_DEV uint32_t pairs(uint32_t (&y)[4], const unsigned char* row, int first) {
+    float x[8];
+    const uint32_t special = values<N>(x, row, first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = Element::pack(x[2 * i], x[2 * i + 1]);
+    return special;
+  }
+  template <int N>
+  static FAJIT_DEV uint32_t values(float (&x)[8], const unsigned char* row, int first) {
+    if (N > kCodes && first >= kCodes)
+      return NoCodes<Bfloat16>::values<N>(x, row + kRest, first - kCodes);
+    const uint32_t special = E4m3Codes::values<N>(x, row, first);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] *= scale(row, first);
+    return special;
+  }
+  template <int N>
+  static FAJIT_DEV float one(const unsigned char* row, int i) {
+    if (N > kCodes && i >= kCodes) return NoCodes<Bfloat16>::one<N>(row + kRest, i - kCodes);
+    return E4m3Codes::one<N>(row, i) * scale(row, i);
+  }
+
+ private:
+  static FAJIT_DEV float scale(const unsigned char* row, int i) {
+    return *reinterpret_cast<const float*>(row + kCodes + i / kGroup * 4);
+  }
+};
+
 // What a kernel's keys and values are stored as: Config::KeyCodes and ValueCodes, if it has them.
 template <class Config, class = void>
 struct CodesOf {
@@ -228,10 +262,19 @@ struct CodesOf<Config, typename Exists<typename Config::KeyCodes>::Type> {
 
 // --- rows --------------------------------------------------------------------------------------
 
+template <class Codes>
+constexpr int bytes_of(int dims) {
+  return (dims * Codes::kBits + 7) / 8;
+}
+template <>
+constexpr int bytes_of<LatentCodes>(int dims) {
+  return LatentCodes::kRest + (dims - LatentCodes::kCodes) * 2;
+}
+
 // Rows of HeadDim codes in shared memory, each at a multiple of 16 bytes.
 template <class Codes, int HeadDim>
 struct CodeRows {
-  static constexpr int kBytes = (HeadDim * Codes::kBits + 7) / 8;
+  static constexpr int kBytes = bytes_of<Codes>(HeadDim);
   static constexpr int kPitch = round_up(kBytes, 16);
   static constexpr int kChunks = kPitch / 16;
 };
