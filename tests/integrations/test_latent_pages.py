@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.errors import InputError
 from flashattn_jit.integrations import _paged_rows
-from flashattn_jit.integrations.transformers import PagedCache, generate_batch
+from flashattn_jit.integrations.transformers import PagedCache, generate_batch, register
 from tests.integrations.test_latent_models import PROMPT, pair
 from tests.ops.batches.test_latent import HEADS, MODELS, NOPE, RANK, ROPE
+
+transformers = pytest.importorskip("transformers")
 
 NEW = 10
 
@@ -98,3 +101,26 @@ def test_projections_that_are_no_plain_layers_are_refused() -> None:
     with pytest.raises(InputError, match="kv_b_proj must be a plain linear layer"):
         ours(PROMPT, past_key_values=cache, use_cache=True)
     assert not cache.sequences
+
+
+def test_rows_of_two_formats() -> None:
+    """FlashMLA's rows: prompts expand their own latents, decoding reads what pages hold."""
+    config = transformers.DeepseekV2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS, first_k_dense_replace=2,
+        q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=16, qk_rope_head_dim=64,
+        v_head_dim=24, max_position_embeddings=128, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    eager = transformers.DeepseekV2ForCausalLM(config).eval().bfloat16()
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation(register())
+    form = fa.kv.Format("e4m3", group=128)
+    spec = fa.kv.Spec.from_config(ours.config, kv_format=form)
+    cache = PagedCache(fa.kv.Cache(spec, 16, max_kv_len=64))
+    assert cache.pages.latents(0).shape[-1] == 656
+    with torch.no_grad():
+        ours(PROMPT, past_key_values=cache, use_cache=True)
+        logits = ours(PROMPT[:, :1], past_key_values=cache, use_cache=True).logits
+        expected = eager(torch.cat([PROMPT, PROMPT[:, :1]], 1)).logits[:, -1:]
+    assert (logits - expected).abs().mean() < 0.1 * expected.abs().mean()
