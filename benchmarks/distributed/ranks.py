@@ -12,6 +12,7 @@ import flashattn_jit as fa
 from benchmarks.parts.measure import Row, interleave, ratio
 
 HEAD_DIM = 128
+_APART = "two processes apart"
 _HEADS = (8, 2)
 _RUNS = {
     # name -> (q_len, kv_len, goal)
@@ -41,9 +42,11 @@ def run_rank(rank: int, ranks: int, store: str, pairs: int, queue: Any) -> None:
         one = fa.BatchAttention(fa.Causal(), **made)
         one.plan(q_indptr, fa.Ragged(kv_indptr))
         candidates: dict[str, Any] = {"one process": lambda b=one, x=(q, k, v): b.run(*x)}
+        # What the machine gives two processes that need nothing of each other.
+        candidates[_APART] = lambda b=one, x=(q, k, v): (b.run(*x), dist.barrier())
         plans = {}
         shard = [x.chunk(ranks)[rank].clone() for x in (q, k, v)]
-        for way in (None, "keys"):
+        for way in (None, "keys", "ring"):
             parallel = fa.ContextParallel(fa.Causal(), mesh, way=way, **made)
             plans[way] = parallel.plan(q_indptr, kv_indptr)
             candidates[str(way)] = lambda p=parallel, x=shard: p.run(*x)
@@ -67,6 +70,12 @@ def run_rank(rank: int, ranks: int, store: str, pairs: int, queue: Any) -> None:
                     if label != "one process":
                         dist.barrier()
                         run()
+        if rank == 0:
+            value, spread = ratio(times["one process"], times[_APART])
+            rows.append(
+                Row(f"two processes without messages over one: {name}", None, 2 * value, "x",
+                    spread=[2 * x for x in spread])
+            )  # fmt: skip
         for way, plan in plans.items():
             if rank == 0:
                 value, spread = ratio(times["one process"], times[str(way)])
