@@ -130,8 +130,8 @@ def way_of_heads(
 
 
 def _way(name: str, moved: NDArray[np.int64], shares: Shares, rates: Rates) -> Way:
-    seconds = moved.max(initial=0) * rates.byte_s + shares.load.max(initial=0.0) * rates.pair_s
-    return Way(name, moved, shares.load, float(seconds))
+    seconds = moved * rates.byte_s + shares.load * rates.pair_s
+    return Way(name, moved, shares.load, float(seconds.max(initial=0.0)))
 
 
 def cheapest(ways: Sequence[Way]) -> Way:
