@@ -188,6 +188,9 @@ def rows_without_others(
     tiles: NDArray[Any], requests: Requests, shares: Shares, pages: Pages, rank: int
 ) -> tuple[Ints, Ints]:
     """The rows of a rank that need only what it holds: begin and end of runs, ascending."""
+    first_row = requests.q_indptr[tiles["request"]] + tiles["row_begin"]
+    at = np.searchsorted(first_row, requests.q_shards[rank : rank + 2])
+    tiles = tiles[max(0, at[0] - 1) : at[1]]  # those of the rows that the rank holds
     which, low, high = key_runs(tiles)
     base = pages.indptr[tiles["request"][which]]
     size, shard = pages.page_size, requests.kv_shards[rank : rank + 2]

@@ -8,7 +8,8 @@ All of it depends on the lengths, the mask and the number of ranks alone: every 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,19 +90,20 @@ class _Costs:
         self.sums = np.zeros(len(tiles) + 1)
         np.cumsum(rows * self.slopes, out=self.sums[1:])
         self.starts, self.granules = q_indptr.tolist(), granules.tolist()
+        # Their entries are Python's floats, which entries of arrays are not.
         self._rows, self._sums, self._slopes = (
-            x.tolist() for x in (self.rows, self.sums, self.slopes)
+            cast("Sequence[float]", x.data) for x in (self.rows, self.sums, self.slopes)
         )
 
     def until(self, row: float) -> float:
         """The cost of all rows before one."""
         at = min(bisect_right(self._rows, row), len(self._slopes)) - 1
-        return self._sums[at] + (row - self._rows[at]) * self._slopes[at]  # type: ignore[no-any-return]
+        return self._sums[at] + (row - self._rows[at]) * self._slopes[at]
 
     def row_at(self, cost: float) -> float:
         """The row at which `until` reaches a cost."""
         at = max(0, min(bisect_right(self._sums, cost), len(self._slopes)) - 1)
-        return self._rows[at] + (cost - self._sums[at]) / self._slopes[at]  # type: ignore[no-any-return]
+        return self._rows[at] + (cost - self._sums[at]) / self._slopes[at]
 
     def cut_at(self, cost: float, begin: int, end: int) -> int:
         """The nearest row to `row_at` where rows may be cut, from begin to end."""

@@ -17,10 +17,14 @@ from .dealt_batch import DealtBatch, Whole, runs_of
 from .group import Ranks
 from .needs import Pages, cut, key_moves, query_moves, rows_without_others
 from .routes import Route, Rows, begin_moves, rows_at
-from .shares import Ints, Requests, Shares, ranges
+from .shares import Ints, Requests, Shares
 
 _LEAST_SHARE = 0.1
 """The part of a rank's rows from which on rows are computed ahead of the others' arrival."""
+
+
+Spans = tuple[Ints, Ints]
+"""Begins and ends of runs of rows."""
 
 
 class Stage(NamedTuple):
@@ -103,28 +107,37 @@ def plan_together(
     rank = ranks.rank
     begin, end = shares.of(rank)
     place = np.cumsum(end - begin) - (end - begin)
-    is_early = np.zeros(int((end - begin).sum()), bool)
+    count = int((end - begin).sum())
+    early: Spans = np.zeros(0, np.int64), np.zeros(0, np.int64)
     if overlap and ranks.size > 1:
         low, high = rows_without_others(tiles, requests, shares, pages, rank)
         at = np.searchsorted(begin, low, "right") - 1
         first = place[at] + low - begin[at]
-        is_early[ranges(first, first + high - low)] = True
-        if np.count_nonzero(is_early) < _LEAST_SHARE * len(is_early):
-            is_early[:] = False
+        if (high - low).sum() >= _LEAST_SHARE * count:
+            early = _joined(first, first + high - low)
+    late = _joined(np.append(0, early[1]), np.append(early[0], count))
 
-    def stage(which: NDArray[np.bool_], held_only: bool) -> Stage | None:
-        edges = np.flatnonzero(np.diff(np.pad(which, 1).astype(np.int8)))
-        if not len(edges):
+    def stage(spans: Spans, held_only: bool) -> Stage | None:
+        if not len(spans[0]):
             return None
-        _, low, high = cut(edges[::2], edges[1::2], np.append(place, len(which)))
+        _, low, high = cut(*spans, np.append(place, count))
         of = np.searchsorted(place, low, "right") - 1
         runs = runs_of(requests, low - place[of] + begin[of], high - place[of] + begin[of])
         batch = made(runs[0])
         batch.plan_rows(whole, requests, runs, pages, rank, params, held_only)
-        return Stage(batch, rows_at(edges[::2], edges[1::2], ranks.device))
+        return Stage(batch, rows_at(*spans, ranks.device))
 
     return Together(
-        stage(is_early, True), stage(~is_early, False),
+        stage(early, True), stage(late, False),
         Route(query_moves(shares, requests, rank), ranks),
         Route(key_moves(pages, requests, rank), ranks), pages.page_size,
     )  # fmt: skip
+
+
+def _joined(begin: Ints, end: Ints) -> Spans:
+    """Ascending spans: adjacent ones as one, without empty ones."""
+    begin, end = begin[end > begin], end[end > begin]
+    if not len(begin):
+        return begin, end
+    apart = begin[1:] != end[:-1]
+    return begin[np.append(True, apart)], end[np.append(apart, True)]
