@@ -154,6 +154,8 @@ class BatchBase:
         self._planned: Planned | MixedPlanned | None = None
         self.number = next(_numbers)  # identifies the object in graphs
         _objects[self.number] = self
+        if mesh is None and divided != "pages":
+            raise InputError(f"divided={divided!r:.60} says what a mesh divides: give mesh= too")
         self._mesh = None if mesh is None else upper("over_mesh")(self, mesh, divided)
 
     def __reduce__(self) -> Any:

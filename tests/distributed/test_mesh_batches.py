@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import flashattn_jit as fa
 from tests.distributed.programs import NAMES
 from tests.distributed.ranks import on_ranks
 from tests.harness import rotation
@@ -90,3 +92,11 @@ def test_hooks_in_text_see_heads_and_requests() -> None:
 
 def test_dims_of_params_have_any_name() -> None:
     on_ranks(2, PROGRAMS + "named_dims")
+
+
+def test_divided_needs_a_mesh() -> None:
+    with pytest.raises(fa.InputError, match="give mesh= too"):
+        fa.BatchAttention(
+            None, num_q_heads=2, num_kv_heads=1, head_dim=64, q_dtype=torch.float32,
+            divided="pages_heads",
+        )  # fmt: skip
