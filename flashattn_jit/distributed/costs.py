@@ -19,10 +19,10 @@ from .shares import Requests, Shares
 _PROBE_BYTES = 1 << 20
 
 MERGE_KEYS = 32
-"""What merging the fp32 state of a row of a step takes, in keys."""
+"""What merging the fp32 state of a row of a step takes, in keys: an estimate."""
 
 STEP_S = 3e-4
-"""What a step takes besides its keys and rows: its messages and launches."""
+"""What a step takes besides its keys and rows, for messages and launches: an estimate."""
 
 _PROBES = 3
 

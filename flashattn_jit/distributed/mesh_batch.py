@@ -98,6 +98,11 @@ class _Divided:
         heads = owner.options.num_q_heads
         self._heads = heads // ranks.size if share else heads
 
+    def _said(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks."""
+        own = ("device", "target", "workspace")
+        return {k: v for k, v in self._owner.made().items() if k not in own}
+
     def _check(self, call: _Call, tokens: int, of: str) -> bytes:
         """What the ranks compare before they exchange rows. Raises InputError, GradError.
 
@@ -168,12 +173,12 @@ class _OwnKeys(CascadeAttention):
 
     merges_states = True
 
-    def __init__(self, variant: Variant, dims: Dims | None, **made: Any) -> None:
+    def __init__(self, variant: Variant, dims: Dims, **made: Any) -> None:
         super().__init__(variant, **made)
         self._whole_dims = dims
 
     def _dims(self, lengths: _C.BatchLengths) -> Dims:
-        return super()._dims(lengths) if self._whole_dims is None else self._whole_dims
+        return self._whole_dims
 
 
 class _Planned(NamedTuple):
@@ -214,7 +219,6 @@ class ByPages(_Divided):
 
     def _plan(self, own: OwnPages, params: Mapping[str, object]) -> tuple[_Planned, bytes]:
         owner, ranks, lengths = self._owner, self._ranks, own.lengths
-        made = owner.made()
         count = lengths.num_requests
         dims = owner._dims(lengths)
         bound = bind_plan(owner.given, dims, params, {})
@@ -225,7 +229,7 @@ class ByPages(_Divided):
             placed_kv_len=kv_len.to(owner.options.device),
         )
         variant = placed_keys(owner.given, at, own.page_size, ranks.size)
-        local = _OwnKeys(variant, dims, **made)
+        local = _OwnKeys(variant, dims, **owner.made())
         if self._planned is not None:
             local.share_kernels(self._planned.own)
         offset = torch.tensor(lengths.q_offset[:count], dtype=torch.int64, device="cpu")
@@ -245,9 +249,8 @@ class ByPages(_Divided):
             # No hook in C++ text takes part in finalising.
             is_placed = any(graph.uses("b") for _, graph in bound.ir.hooks)
             finish = self._finish(is_placed, Whole(lengths, dims), requests, params)
-        said = {k: v for k, v in made.items() if k not in ("device", "target", "workspace")}
         return _Planned(local, finish, rows), digest(
-            (said, self._share, own.page_size, [level.kv_format for level in own.levels]),
+            (self._said(), self._share, own.page_size, [level.kv_format for level in own.levels]),
             (*own.tables, requests.q_offset), bound,
         )  # fmt: skip
 
@@ -374,7 +377,7 @@ class ByRequests(_Divided):
         """Plan the rank's own requests, by plan_own."""
         ranks, owner = self._ranks, self._owner
         before = {name: getattr(owner, name) for name in owner.plan_state}
-        said = {k: v for k, v in owner.made().items() if k not in ("device", "target", "workspace")}
+        said = self._said()
 
         def work() -> tuple[Plan, bytes]:
             return plan_own(), digest((said, owner.given.name), (), None)

@@ -23,7 +23,7 @@ from ..ops.merge import merge_states
 from .dealt_batch import DealtBatch, KeySpans, Runs, Whole, runs_of
 from .group import Ranks
 from .needs import PAGE_SIZE, Moves, Pages, Spans, clipped, cut, query_moves
-from .routes import Route, Rows, begin_moves, rows_at
+from .routes import Route, Rows, begin_moves, bring_home, rows_at
 from .shares import Ints, Requests, Shares
 
 
@@ -99,14 +99,7 @@ class Ring(NamedTuple):
             )  # fmt: skip
 
         own_out, own_lse = ranks.computed(finished)
-        out = q.new_empty((*q.shape[:2], v.shape[2]))
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-        home = self.queries.reversed()
-        back = [(own_out, out, home)]
-        if own_lse is not None and lse is not None:
-            back.append((own_lse, lse, home))
-        begin_moves(ranks, back).wait()
-        return out, lse
+        return bring_home(ranks, self.queries, q, own_out, own_lse)
 
     def _merge(self, outs: torch.Tensor, lses: torch.Tensor, rows: Rows, found: Any) -> None:
         """Add the states of a step to those of all rows before it."""

@@ -83,3 +83,18 @@ def begin_moves(ranks: Ranks, moves: Sequence[tuple[torch.Tensor, torch.Tensor, 
     for source, target, route in moves:
         target[route.received[me]] = source[route.sent[me]]
     return Moving(exchange, arrivals)
+
+
+def bring_home(
+    ranks: Ranks, queries: Route, q: torch.Tensor, own_out: torch.Tensor,
+    own_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """(out, lse) of the rows q that a rank holds, of results where `queries` brought them."""
+    home = queries.reversed()
+    out = q.new_empty((len(q), *own_out.shape[1:]))
+    back, lse = [(own_out, out, home)], None
+    if own_lse is not None:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        back.append((own_lse, lse, home))
+    begin_moves(ranks, back).wait()
+    return out, lse

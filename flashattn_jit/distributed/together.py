@@ -16,7 +16,7 @@ from ..ops.batch_base import Params
 from .dealt_batch import DealtBatch, Whole, runs_of
 from .group import Ranks
 from .needs import Pages, cut, key_moves, query_moves, rows_without_others
-from .routes import Route, Rows, begin_moves, rows_at
+from .routes import Route, Rows, begin_moves, bring_home, rows_at
 from .shares import Ints, Requests, Shares
 
 _LEAST_SHARE = 0.1
@@ -86,14 +86,7 @@ class Together(NamedTuple):
                 compute(self.late)
 
         ranks.computed(compute_all)
-        out = q.new_empty((*q.shape[:2], v.shape[2]))
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-        home = self.queries.reversed()
-        back = [(own_out, out, home)]
-        if own_lse is not None and lse is not None:
-            back.append((own_lse, lse, home))
-        begin_moves(ranks, back).wait()
-        return out, lse
+        return bring_home(ranks, self.queries, q, own_out, own_lse)
 
 
 def plan_together(
