@@ -139,7 +139,8 @@ LIBRARY = ("manifest", "library", "--output", "m.jsonl")
             WARM,
             "--dtype",
             "bf16/fp12",
-            "is not supported: k and v take fp32, bf16, fp16, int8, fp8, e5m2, int4, not 'fp12'",
+            "is not supported: k and v take fp32, bf16, fp16, int8, fp8, e5m2, int4, fp8_ds_mla, "
+            "not 'fp12'",
         ),
         (WARM, "--dtype", "bf16/bf16/bf16/bf16", "is not one dtype, q/kv or q/k/v"),
         *((WARM, "--head-dim", one, HEAD_DIM) for one in ("16/x", "1/2/3", "0", "-8", "", "1.5")),

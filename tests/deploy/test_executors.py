@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,6 +24,15 @@ from tests.deploy.test_warm import BAD, HERE
 
 def _elsewhere(cache: str) -> None:
     os.environ["FLASHATTN_JIT_CACHE_DIR"] = cache
+
+
+@pytest.fixture
+def environment() -> Iterator[None]:
+    """Restores the variables of the environment: Dask sets OMP_NUM_THREADS and others for good."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def test_workers_with_another_cache_send_their_entries(tmp_path: Path) -> None:
@@ -46,6 +55,7 @@ def test_workers_with_another_cache_send_their_entries(tmp_path: Path) -> None:
     assert [r.layer for r in again.results] == ["user", "user"]
 
 
+@pytest.mark.usefixtures("environment")
 def test_a_dask_cluster_serves(tmp_path: Path) -> None:
     """Two workers with a cache each; one cache comes back."""
     dask = pytest.importorskip("distributed", reason="Dask is not installed")
@@ -63,6 +73,7 @@ def test_a_dask_cluster_serves(tmp_path: Path) -> None:
     assert sorted(there) == sorted(r.key for r in report.results), "each was built once"
 
 
+@pytest.mark.usefixtures("environment")
 def test_a_ray_cluster_serves(tmp_path: Path) -> None:
     """Workers have a cache of their own, which one cache comes back from."""
     ray = pytest.importorskip("ray", reason="Ray is not installed")
