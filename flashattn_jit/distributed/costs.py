@@ -93,7 +93,7 @@ def way_of_ring(
     count = requests.num_ranks
     rows = np.bincount(shares.rank, shares.end - shares.begin, count)
     home = [
-        np.searchsorted(requests.kv_shards, pages.bounds[x] - last, "right") - 1
+        requests.kv_shards.searchsorted(pages.bounds[x] - last, "right") - 1
         for x, last in ((pages.begin, 0), (pages.end, 1))
     ]
     steps = np.minimum(np.bincount(pages.rank, home[1] - home[0] + 1, count), count)

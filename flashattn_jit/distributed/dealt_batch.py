@@ -194,8 +194,8 @@ class DealtBatch(BatchBase):
         self._whole = whole
         request, low, high = held(requests.kv_shards, requests.kv_indptr, rank)
         begin, end = shares.of(rank)
-        row_request = np.searchsorted(requests.q_indptr, begin, "right") - 1
-        at = np.searchsorted(request, row_request)
+        row_request = requests.q_indptr.searchsorted(begin, "right") - 1
+        at = request.searchsorted(row_request)
         first, q_len = requests.q_indptr[request], np.zeros(len(request), np.int64)
         first[at], q_len[at] = begin, end - begin
         before = low - requests.kv_indptr[request]
@@ -216,7 +216,7 @@ class DealtBatch(BatchBase):
         """Plan rows over one span of keys of their request each."""
         self._whole = whole
         request = runs[0]
-        at = np.searchsorted(keys.request, request)
+        at = keys.request.searchsorted(request)
         low, length = keys.begin[at] - requests.kv_indptr[request], (keys.end - keys.begin)[at]
         count = -(-length // PAGE_SIZE)
         indices = ranges(keys.first_page[at], keys.first_page[at] + count).astype(np.int32)
@@ -259,13 +259,13 @@ class DealtBatch(BatchBase):
 def runs_of(requests: Requests, begin: Ints, end: Ints) -> Runs:
     """Packed rows as runs of one request each."""
     _, begin, end = cut(begin, end, requests.q_indptr)
-    return np.searchsorted(requests.q_indptr, begin, "right") - 1, begin, end
+    return requests.q_indptr.searchsorted(begin, "right") - 1, begin, end
 
 
 def held(shards: Ints, indptr: Ints, rank: int) -> Runs:
     """The tokens that a rank holds: the request, begin and end of packed tokens of each run."""
     _, begin, end = cut(shards[rank : rank + 1], shards[rank + 1 : rank + 2], indptr)
-    return np.searchsorted(indptr, begin, "right") - 1, begin, end
+    return indptr.searchsorted(begin, "right") - 1, begin, end
 
 
 def places(request: Ints, requests: Requests, device: torch.device) -> Places:
@@ -286,5 +286,5 @@ def places(request: Ints, requests: Requests, device: torch.device) -> Places:
 def indptr_of(lengths: Ints) -> torch.Tensor:
     """The running sum of lengths, from 0 on."""
     out = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=out[1:])
+    lengths.cumsum(out=out[1:])
     return torch.from_numpy(out)

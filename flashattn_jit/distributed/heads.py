@@ -45,7 +45,7 @@ def heads_of(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> Heads:
         return Heads(bounds * group, bounds[:-1], bounds[1:])
     # kv head j is seen by the ranks first[j] to first[j + 1].
     first = np.arange(num_kv_heads + 1, dtype=np.int64) * num_ranks // num_kv_heads
-    kv = np.searchsorted(first, ranks[:-1], "right") - 1
+    kv = first.searchsorted(ranks[:-1], "right") - 1
     inside, count = ranks[:-1] - first[kv], np.diff(first)[kv]
     q = np.append(kv * group + inside * group // count, num_q_heads)
     return Heads(q, kv, kv + 1)

@@ -38,7 +38,7 @@ class Pages(NamedTuple):
 
     def of(self, rank: int) -> tuple[Ints, Ints]:
         """begin and end of the pages that one rank needs."""
-        own = slice(*np.searchsorted(self.rank, [rank, rank + 1]))
+        own = slice(*self.rank.searchsorted([rank, rank + 1]))
         return self.begin[own], self.end[own]
 
 
@@ -48,24 +48,25 @@ def needed_pages(tiles: NDArray[Any], requests: Requests, shares: Shares) -> Pag
     size = PAGE_SIZE * max(1, -(-tokens // (PAGE_SIZE * _MOST_PAGES)))
     count = -(-np.diff(requests.kv_indptr) // size)
     indptr = np.zeros(len(count) + 1, np.int64)
-    np.cumsum(count, out=indptr[1:])
-    first = np.repeat(requests.kv_indptr[:-1] - indptr[:-1] * size, count)
+    count.cumsum(out=indptr[1:])
+    first = (requests.kv_indptr[:-1] - indptr[:-1] * size).repeat(count)
     bounds = np.append(first + np.arange(indptr[-1]) * size, tokens)
     which, low, high = key_runs(tiles)
     base = indptr[tiles["request"][which]]
     low, high = base + low // size, base - (-high // size)
     rank, tile = _tiles_of(tiles, requests, shares)
-    begin, end = np.searchsorted(which, tile), np.searchsorted(which, tile, "right")
+    last = np.bincount(which, minlength=len(tiles)).cumsum()
+    begin, end = np.append(0, last)[tile], last[tile]
     run = ranges(begin, end)
-    return Pages(size, indptr, bounds, *_union(np.repeat(rank, end - begin), low[run], high[run]))
+    return Pages(size, indptr, bounds, *_union(rank.repeat(end - begin), low[run], high[run]))
 
 
 def _tiles_of(tiles: NDArray[Any], requests: Requests, shares: Shares) -> tuple[Ints, Ints]:
     """(rank, tile) of every tile that has a row of a rank."""
     begin = requests.q_indptr[tiles["request"]] + tiles["row_begin"]
-    first = np.searchsorted(begin, shares.begin, "right") - 1
-    last = np.searchsorted(begin, shares.end, "left")
-    return np.repeat(shares.rank, last - first), ranges(first, last)
+    first = begin.searchsorted(shares.begin, "right") - 1
+    last = begin.searchsorted(shares.end, "left")
+    return shares.rank.repeat(last - first), ranges(first, last)
 
 
 def key_runs(tiles: NDArray[Any]) -> tuple[Ints, Ints, Ints]:
@@ -120,7 +121,7 @@ class Spans(NamedTuple):
 
     def of(self, rank: int) -> tuple[Ints, Ints]:
         """begin and num_rows of one rank's."""
-        own = slice(*np.searchsorted(self.peer, [rank, rank + 1]))
+        own = slice(*self.peer.searchsorted([rank, rank + 1]))
         return self.begin[own], self.num_rows[own]
 
 
@@ -138,7 +139,7 @@ class Moves(NamedTuple):
 def query_moves(shares: Shares, requests: Requests, rank: int) -> Moves:
     """Query rows, from their homes to the ranks that compute them."""
     begin, end = shares.of(rank)
-    place = np.cumsum(end - begin) - (end - begin)
+    place = (end - begin).cumsum() - (end - begin)
     received = _by_home(begin, end, place, requests.q_shards)
     sent = clipped(shares.rank, shares.begin, shares.end, requests.q_shards, rank)
     return Moves(sent, received, int((end - begin).sum()))
@@ -148,7 +149,7 @@ def key_moves(pages: Pages, requests: Requests, rank: int) -> Moves:
     """Keys, from their homes to the ranks that need them: whole pages, and an empty one."""
     begin, end = pages.of(rank)
     size = pages.page_size
-    place = (np.cumsum(end - begin) - (end - begin)) * size
+    place = ((end - begin).cumsum() - (end - begin)) * size
     # The last page of a request may be shorter: its slots are not a run with those of the next.
     which, low, high = cut(begin, end, pages.indptr)
     place = place[which] + (low - begin[which]) * size
@@ -162,7 +163,7 @@ def key_moves(pages: Pages, requests: Requests, rank: int) -> Moves:
 def _by_home(begin: Ints, end: Ints, place: Ints, shards: Ints) -> Spans:
     """Ascending packed tokens, which are wanted at `place`, by the rank that holds them."""
     which, low, high = cut(begin, end, shards)
-    home = np.searchsorted(shards, low, "right") - 1
+    home = shards.searchsorted(low, "right") - 1
     return Spans(home, place[which] + low - begin[which], high - low)
 
 
@@ -175,9 +176,9 @@ def clipped(rank: Ints, begin: Ints, end: Ints, shards: Ints, own: int) -> Spans
 
 def cut(begin: Ints, end: Ints, bounds: Ints) -> tuple[Ints, Ints, Ints]:
     """Ranges cut at `bounds`, which ascend: the number of the range, begin and end of each part."""
-    first = np.searchsorted(bounds, begin, "right") - 1
-    count = np.maximum(np.searchsorted(bounds, end, "left") - first, 0) * (end > begin)
-    which = np.repeat(np.arange(len(begin)), count)
+    first = bounds.searchsorted(begin, "right") - 1
+    count = np.maximum(bounds.searchsorted(end, "left") - first, 0) * (end > begin)
+    which = np.arange(len(begin)).repeat(count)
     at = ranges(first, first + count)
     low, high = np.maximum(begin[which], bounds[at]), np.minimum(end[which], bounds[at + 1])
     some = high > low
@@ -189,7 +190,7 @@ def rows_without_others(
 ) -> tuple[Ints, Ints]:
     """The rows of a rank that need only what it holds: begin and end of runs, ascending."""
     first_row = requests.q_indptr[tiles["request"]] + tiles["row_begin"]
-    at = np.searchsorted(first_row, requests.q_shards[rank : rank + 2])
+    at = first_row.searchsorted(requests.q_shards[rank : rank + 2])
     tiles = tiles[max(0, at[0] - 1) : at[1]]  # those of the rows that the rank holds
     which, low, high = key_runs(tiles)
     base = pages.indptr[tiles["request"][which]]
@@ -203,9 +204,9 @@ def rows_without_others(
     begin, end = begin[edges[::2]], end[edges[1::2] - 1]
     own_begin, own_end = (np.clip(x, *requests.q_shards[rank : rank + 2]) for x in shares.of(rank))
     # Both are ascending and disjoint: a run of one may overlap several of the other.
-    first_of = np.searchsorted(end, own_begin, "right")
-    count = np.maximum(np.searchsorted(begin, own_end, "left") - first_of, 0)
-    part = np.repeat(np.arange(len(own_begin)), count)
+    first_of = end.searchsorted(own_begin, "right")
+    count = np.maximum(begin.searchsorted(own_end, "left") - first_of, 0)
+    part = np.arange(len(own_begin)).repeat(count)
     at = ranges(first_of, first_of + count)
     low, high = np.maximum(own_begin[part], begin[at]), np.minimum(own_end[part], end[at])
     return low[high > low], high[high > low]

@@ -119,7 +119,7 @@ def plan_ring(
     """Plan the own steps. made: an object without a plan, for rows of these requests."""
     rank, size = ranks.rank, ranks.size
     begin, end = shares.of(rank)
-    place = np.cumsum(end - begin) - (end - begin)
+    place = (end - begin).cumsum() - (end - begin)
     runs = runs_of(requests, begin, end)
     sent = clipped(
         pages.rank, pages.bounds[pages.begin], pages.bounds[pages.end], requests.kv_shards, rank
@@ -127,8 +127,8 @@ def plan_ring(
     # Runs of keys that the rank needs, ascending, each of one request and one home.
     _, low, high = cut(*pages.of(rank), pages.indptr)
     _, low, high = cut(pages.bounds[low], pages.bounds[high], requests.kv_shards)
-    home = np.searchsorted(requests.kv_shards, low, "right") - 1
-    homes = np.searchsorted(home, np.arange(size + 1))
+    home = requests.kv_shards.searchsorted(low, "right") - 1
+    homes = home.searchsorted(np.arange(size + 1))
     steps = []
     for step in range(size):
         source, target = (rank - step) % size, (rank + step) % size
@@ -137,7 +137,7 @@ def plan_ring(
         if not len(first) and not len(to_rows):
             continue
         own = _spans(requests, first, last)
-        at = np.searchsorted(own.begin, first, "right") - 1
+        at = own.begin.searchsorted(first, "right") - 1
         keys = Route(
             Moves(
                 Spans(np.full(len(to_rows), target), to_begin, to_rows),
@@ -156,7 +156,7 @@ def plan_ring(
         if len(which):
             some: Runs = (runs[0][which], runs[1][which], runs[2][which])
             # Runs lie in the buffer of the rank as their pieces do.
-            piece = np.searchsorted(begin, some[1], "right") - 1
+            piece = begin.searchsorted(some[1], "right") - 1
             at = place[piece] + some[1] - begin[piece]
             rows = rows_at(at, at + some[2] - some[1], ranks.device)
             batch = made(some[0])
@@ -174,9 +174,9 @@ def plan_ring(
 
 def _spans(requests: Requests, low: Ints, high: Ints) -> KeySpans:
     """From the first to the last of the runs of keys of each request."""
-    of = np.searchsorted(requests.kv_indptr, low, "right") - 1
+    of = requests.kv_indptr.searchsorted(low, "right") - 1
     request, first, count = np.unique(of, return_index=True, return_counts=True)
     starts, ends = low[first], high[first + count - 1]
     num_pages = -(-(ends - starts) // PAGE_SIZE)
-    first_page = np.cumsum(num_pages) - num_pages
+    first_page = num_pages.cumsum() - num_pages
     return KeySpans(request, starts, ends, first_page, int(num_pages.sum()))

@@ -69,7 +69,7 @@ class Shares(NamedTuple):
 
     def of(self, rank: int) -> tuple[Ints, Ints]:
         """begin and end of the rows of one rank."""
-        own = slice(*np.searchsorted(self.rank, [rank, rank + 1]))
+        own = slice(*self.rank.searchsorted([rank, rank + 1]))
         return self.begin[own], self.end[own]
 
     @property
@@ -86,17 +86,22 @@ class _Costs:
         rows = (tiles["row_end"] - tiles["row_begin"]).astype(np.int64)
         self.slopes = tiles["visited"] + np.float64(ROW_KEYS)
         self.rows = np.zeros(len(tiles) + 1)
-        np.cumsum(rows, out=self.rows[1:])
+        rows.cumsum(out=self.rows[1:])
         self.sums = np.zeros(len(tiles) + 1)
-        np.cumsum(rows * self.slopes, out=self.sums[1:])
+        (rows * self.slopes).cumsum(out=self.sums[1:])
         self.starts, self.granules = q_indptr.tolist(), granules.tolist()
         # Their entries are Python's floats, which entries of arrays are not.
         self._rows, self._sums, self._slopes = (
             cast("Sequence[float]", x.data) for x in (self.rows, self.sums, self.slopes)
         )
 
+    def at(self, rows: NDArray[Any]) -> NDArray[np.float64]:
+        """The cost of all rows before each of these."""
+        costs: NDArray[np.float64] = np.interp(rows, self.rows, self.sums)
+        return costs
+
     def until(self, row: float) -> float:
-        """The cost of all rows before one."""
+        """As `at`, of one row."""
         at = min(bisect_right(self._rows, row), len(self._slopes)) - 1
         return self._sums[at] + (row - self._rows[at]) * self._slopes[at]
 
@@ -127,7 +132,7 @@ def deal(tiles: NDArray[Any], requests: Requests, granules: Ints, always: bool =
         none, zero = np.zeros(0, np.int64), np.zeros(world)
         return Shares(none, none, none, zero, zero, 0.0)
     costs = _Costs(tiles, requests.q_indptr, granules)
-    ends = np.interp(shards, costs.rows, costs.sums)
+    ends = costs.at(shards)
     home_load = np.diff(ends)
     mean = float(ends[-1]) / world
     most = mean * (1 + SLACK)
@@ -135,9 +140,9 @@ def deal(tiles: NDArray[Any], requests: Requests, granules: Ints, always: bool =
     pieces: list[tuple[int, int, int]] = []
     if home_load.max() > most:
         pieces = _moved(costs, kept, home_load, most)
-    parts = [(r, int(a), int(b)) for r, (a, b) in enumerate(kept) if b > a]
+    parts = [(r, a, b) for r, (a, b) in enumerate(kept.tolist()) if b > a]
     rank, begin, end = np.array(sorted([*parts, *pieces]), np.int64).reshape(-1, 3).T
-    cost = np.interp(end, costs.rows, costs.sums) - np.interp(begin, costs.rows, costs.sums)
+    cost = costs.at(end) - costs.at(begin)
     load = np.bincount(rank, cost, world).astype(np.float64)
     rows = np.minimum(np.diff(requests.q_indptr), granules)[tiles["request"]]
     longest = rows * costs.slopes
@@ -148,7 +153,7 @@ def _rounded(rows: Ints, q_indptr: Ints, granules: Ints) -> Ints:
     """Packed rows, each moved to the nearest one where a request may be cut."""
     if len(q_indptr) < 2:
         return rows
-    request = np.minimum(np.searchsorted(q_indptr, rows, "right"), len(q_indptr) - 1) - 1
+    request = np.minimum(q_indptr.searchsorted(rows, "right"), len(q_indptr) - 1) - 1
     start, granule = q_indptr[request], granules[request]
     cut = start + (rows - start + granule // 2) // granule * granule
     return np.minimum(cut, q_indptr[request + 1])  # type: ignore[no-any-return]
@@ -162,23 +167,26 @@ def _moved(
     room.sort(key=lambda x: (-x[1], x[0]))
     pieces: list[tuple[int, int, int]] = []
     at, free = 0, room[0][1]
-    for donor in np.flatnonzero(home_load > most).tolist():
-        first, last = kept[donor].tolist()
+    donors = np.flatnonzero(home_load > most)
+    low, high = kept[donors].T
+    costs_at = (costs.at(x).tolist() for x in (low, (low + high) / 2, high))
+    for donor, first, last, before_first, before_middle, before_last in zip(
+        donors.tolist(), low.tolist(), high.tolist(), *costs_at, strict=True
+    ):
         excess = float(home_load[donor]) - most
-        middle = costs.until((first + last) / 2)
-        if costs.until(last) - middle >= middle - costs.until(first):
-            begin, end = costs.cut_at(costs.until(last) - excess, first, last), last
+        if before_last - before_middle >= before_middle - before_first:
+            begin, end = costs.cut_at(before_last - excess, first, last), last
         else:
-            begin, end = first, costs.cut_at(costs.until(first) + excess, first, last)
-        moved = begin
+            begin, end = first, costs.cut_at(before_first + excess, first, last)
+        moved, before, after = begin, costs.until(begin), costs.until(end)
         while moved < end and at < len(room):
-            before = costs.until(moved)
-            cost = costs.until(end) - before
-            to = end if cost <= free else costs.cut_at(before + free, moved, end)
+            whole = after - before <= free
+            to = end if whole else costs.cut_at(before + free, moved, end)
             if to > moved:
                 pieces.append((room[at][0], moved, to))
-                free -= costs.until(to) - before
-                moved = to
+                spent = costs.until(to)
+                free -= spent - before
+                moved, before = to, spent
             if moved < end:
                 at += 1
                 free = room[at][1] if at < len(room) else 0.0
@@ -194,14 +202,16 @@ def _moved(
 
 def within(counts: Ints) -> Ints:
     """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, ..."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return ranges(np.zeros_like(counts), counts)
 
 
 def ranges(begin: Ints, end: Ints) -> Ints:
     """The members of ranges, one range after another."""
     counts = end - begin
-    return np.repeat(begin, counts) + within(counts)
+    ends = counts.cumsum()
+    members: Ints = np.arange(ends[-1] if len(ends) else 0)
+    members += (begin - ends + counts).repeat(counts)
+    return members
 
 
 def even_shards(tokens: int, num_ranks: int) -> Ints:

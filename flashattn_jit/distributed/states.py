@@ -33,7 +33,7 @@ def rows_at_keys(tiles: NDArray[Any], requests: Requests) -> Shares:
     which, low, high = key_runs(tiles)
     start = requests.kv_indptr[tiles["request"][which]]
     part, begin, end = cut(start + low, start + high, requests.kv_shards)
-    rank = np.searchsorted(requests.kv_shards, begin, "right") - 1
+    rank = requests.kv_shards.searchsorted(begin, "right") - 1
     tile = tiles[which[part]]
     owner = rank * count + tile["request"]
     first, last = np.full(world * count, np.iinfo(np.int64).max), np.zeros(world * count, np.int64)

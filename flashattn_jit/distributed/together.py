@@ -99,12 +99,12 @@ def plan_together(
     """
     rank = ranks.rank
     begin, end = shares.of(rank)
-    place = np.cumsum(end - begin) - (end - begin)
+    place = (end - begin).cumsum() - (end - begin)
     count = int((end - begin).sum())
     early: Spans = np.zeros(0, np.int64), np.zeros(0, np.int64)
     if overlap and ranks.size > 1:
         low, high = rows_without_others(tiles, requests, shares, pages, rank)
-        at = np.searchsorted(begin, low, "right") - 1
+        at = begin.searchsorted(low, "right") - 1
         first = place[at] + low - begin[at]
         if (high - low).sum() >= _LEAST_SHARE * count:
             early = _joined(first, first + high - low)
@@ -114,7 +114,7 @@ def plan_together(
         if not len(spans[0]):
             return None
         _, low, high = cut(*spans, np.append(place, count))
-        of = np.searchsorted(place, low, "right") - 1
+        of = place.searchsorted(low, "right") - 1
         runs = runs_of(requests, low - place[of] + begin[of], high - place[of] + begin[of])
         batch = made(runs[0])
         batch.plan_rows(whole, requests, runs, pages, rank, params, held_only)
