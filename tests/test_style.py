@@ -411,6 +411,12 @@ def test_files_hold_one_concept(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= limit
 
 
+def test_the_emulator_can_be_read() -> None:
+    """It decides what kernels may do: it must stay small enough to be checked by reading."""
+    files = filter(Path.is_file, (ROOT / "csrc/emulator").rglob("*"))
+    assert 0 < sum(len(path.read_text().splitlines()) for path in files) <= 6800
+
+
 def test_nothing_prints_but_the_command_line() -> None:
     for path in PYTHON:
         if path.name == "__main__.py" or path.parent.name == "cli":
