@@ -198,7 +198,7 @@ def perplexity_rows(options: argparse.Namespace) -> list[Row]:
         loss[by_channel] = [mean_loss(window, use_cache=False) for window in windows]
     means = {name: math.exp(sum(values) / len(values)) for name, values in loss.items()}
     rows = []
-    goals = {"int8": 0.1, "e4m3 rotated": 0.5, "int4 rotated": 3.0, by_channel: 3.0}
+    goals = {"int8": 0.1, "e4m3": 0.5, "int4 rotated": 3.0, by_channel: 3.0}
     for name in names[1:]:
         goal = goals.get(name)
         value = 100 * (means[name] / means["fp32"] - 1)
