@@ -20,9 +20,6 @@
 
 namespace fajit {
 
-// Whether values of T are codes, which each matrix dtype holds exactly.
-template <class T>
-constexpr bool kIsCode = sizeof(T) == 1 && !same<T, latent_t>;
 // Whether a hook only decodes rows of Code, whose channels have scales; as kIsDecoding.
 template <class Numbers, class Code>
 constexpr bool decodes_channels() {
