@@ -21,11 +21,32 @@ if TYPE_CHECKING:
 NO_FORMAT = "none"
 
 
-def _kv_format(text: str) -> tuple[str, int | None]:
-    name, colon, group = text.partition(":")
-    if not name or (colon and not group.isdecimal()):
-        raise ValueError("is not a code such as int8, or one with channels a scale, e4m3:128")
-    return name, int(group) if colon else None
+_SCALES = ("tensor", "head", "token_head", "page_head", "channel")
+_FLAGS = ("zero", "rotate")
+
+
+def _kv_format(text: str) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """The code and the options of the format of both sides, or of that of keys and of values."""
+    sides = []
+    for side in text.split("/"):
+        name, *parts = side.split(":")
+        options: dict[str, Any] = {}
+        for part in parts:
+            if part.isdecimal():
+                options["group"] = int(part)
+            elif part in _FLAGS:
+                options[part] = True
+            elif part in _SCALES:
+                options["scale"] = part
+        if not name or len(options) < len(parts) or (name == NO_FORMAT and parts):
+            raise ValueError(
+                "is not a code such as int8, one with channels a scale, e4m3:128, or with other "
+                "scales, int4:channel:zero; two for keys and values, int4:channel/int4:64"
+            )
+        sides.append((name, options))
+    if len(sides) > 2:
+        raise ValueError("has more than two formats: of keys, a slash, and of values")
+    return tuple(sides)
 
 
 _FORMAT = Type("kv-format", _kv_format)
@@ -33,13 +54,13 @@ _CONFIG = click.argument("config", metavar="CONFIG")
 _COUNT = click.IntRange(min=1)
 
 
-def _format(given: tuple[str, int | None] | None) -> Any:
+def _format(given: tuple[tuple[str, dict[str, Any]], ...] | None) -> Any:
     from ..kv import Format
 
-    if given is None or given == (NO_FORMAT, None):
-        return None
-    name, group = given
-    return Format(name, group=group)
+    sides = [
+        None if name == NO_FORMAT else Format(name, **options) for name, options in given or ()
+    ]
+    return tuple(sides) if len(sides) == 2 else sides[0] if sides else None
 
 
 def _with_config(function: Callable[..., None]) -> Callable[..., None]:
@@ -69,7 +90,9 @@ def kv_command() -> None:
 @click.option("--kv-len", type=click.IntRange(min=0), default=4096, show_default=True,
               help="Tokens of each sequence.")  # fmt: skip
 @click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences.")
-@click.option("--kv-format", type=_FORMAT, help="int8, e4m3:128, ...; or none.")
+@click.option(
+    "--kv-format", type=_FORMAT, help="int8, e4m3:128, int4:channel/int4:64, ...; or none."
+)
 @click.option("--page-size", type=_COUNT, default=16, show_default=True, help="Tokens of a page.")
 @click.option("--cross-len", type=click.IntRange(min=0), default=0, show_default=True,
               help="Tokens of an encoder's output.")  # fmt: skip

@@ -41,6 +41,7 @@ _RULES = {
         r"--dtype \1 is not for queries; --dtype takes \2",
     r"; did you mean (\w+)=\?": r"; did you mean --param \1=...?",
     r"\bdevice='(\w+)'": r"--device \1",
+    r"^(group|zero)=(\w+) goes with": r"--kv-format: \1=\2 goes with",
     r"\bread it with allow_cpp=True": "add --allow-cpp",
 }  # fmt: skip
 _NUMBERS = {

@@ -28,6 +28,11 @@ def test_estimate(run, run_json, config: Path) -> None:
     check_row("kv estimate", found)
     int4 = run_json("kv", "estimate", config, "--kv-format", "int4:8", "--dtype", "fp16")
     assert int4["token_bytes"] == 2 * 2 * (32 + 8 * 4) and int4["dtype"] == "float16"
+    asked = "kv", "estimate", config, "--page-size", 64, "--kv-format"
+    by_channel = run_json(*asked, "int4:channel:zero/int8")
+    # 2 layers of 4 heads: codes, two numbers a channel of 64 keys, one a value.
+    assert by_channel["token_bytes"] == 2 * 4 * ((8 + 16 * 2 * 4 // 64) + (16 + 4))
+    assert run_json(*asked, "int8/none")["token_bytes"] == 2 * 4 * ((16 + 4) + 32)
     text = run("kv", "estimate", config / "config.json", "--kv-len", 100).stdout
     assert "a token 512 bytes" in text
 
@@ -85,6 +90,8 @@ def test_recommend_for_a_file(run_json, run, config: Path) -> None:
         (("estimate", "{refused}"), "CONFIG: transformers refuses it for llama"),
         (("estimate", "{folder}", "--kv-format", "int9"), "--kv-format int9 must be one of"),
         (("estimate", "{folder}", "--kv-format", "int8:x"), "int8:x' is not a code such as int8"),
+        (("estimate", "{folder}", "--kv-format", "int8/int8/int8"), "has more than two formats"),
+        (("estimate", "{folder}", "--kv-format", "int8:channel:8"), "--kv-format: group=8 goes"),
         (("estimate", "{folder}", "--cross-len", "3"), "--cross-len 3, but the model's layers"),
         (("estimate", "{folder}", "--budget", "9X"), "must be a number of bytes"),
         (("recommend", "{folder}"), "Missing option '--budget'"),

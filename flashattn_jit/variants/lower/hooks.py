@@ -18,6 +18,7 @@ from ..interval.cpp import lower_classify
 from ..ir.ir import HOOK_INPUTS, ROW_HOOKS, Graph, VariantIR
 from . import pair, row
 from .block import straight_line
+from .channels import channel_numbers, lower_channels
 from .expressions import TAG, Uniforms, arguments, literal
 from .row_numbers import lower_numbers, row_numbers
 
@@ -64,8 +65,12 @@ def lower_hooks(
         parts.append(_scalar_hook(variant, hook, declare, uniforms))
     parts += [text for text, _ in rows]
     for struct, hook in _DECODED.items() if codes else ():
-        found = row_numbers(variant.hook(hook), variant.tensors)
-        parts.append(lower_numbers(struct, found, variant.tensors, uniforms))
+        graph, tensors = variant.hook(hook), variant.tensors
+        channels = channel_numbers(graph, tensors) if backend == "cpu" else None
+        if channels is not None:
+            parts.append(lower_channels(struct, channels, tensors))
+        else:
+            parts.append(lower_numbers(struct, row_numbers(graph, tensors), tensors, uniforms))
     parts.append(_classify(variant, declare))
     if uniforms is not None:  # all that the host computes are known
         parts.insert(1, uniforms.text())

@@ -37,14 +37,14 @@ def row_numbers(graph: Graph | None, tensors: Sequence[TensorParam]) -> RowNumbe
     """
     if graph is None:
         return None
-    nodes, of_row = graph.nodes, _reads_row(graph)
+    nodes, of_row = graph.nodes, reads_row(graph)
     scales: list[list[int]] = []
     zeros: list[int] = []
     i, codebook = graph.output, -1
     while nodes[i].op != "input":
         node = nodes[i]
         if node.op == "lookup":
-            found = _codebook(graph, node, tensors)
+            found = lookup_of(graph, node, tensors)
             if found is None:
                 return None
             codebook, i = found
@@ -76,7 +76,7 @@ def row_numbers(graph: Graph | None, tensors: Sequence[TensorParam]) -> RowNumbe
     )
 
 
-def _codebook(graph: Graph, node: Node, tensors: Sequence[TensorParam]) -> tuple[int, int] | None:
+def lookup_of(graph: Graph, node: Node, tensors: Sequence[TensorParam]) -> tuple[int, int] | None:
     """The slot and the row of ``table[(row + 8).to(int32)]`` of a table of float32, else None."""
     nodes = graph.nodes
     if tensors[node.int_attr("slot")].dtype != "float32":
@@ -127,7 +127,7 @@ def _element(built: GraphBuilder, i: int) -> int:
     return built.add("gather", (*row.args, at), row.dtype, (), slot=row.int_attr("slot"))
 
 
-def _reads_row(graph: Graph) -> list[bool]:
+def reads_row(graph: Graph) -> list[bool]:
     """Whether each node depends on the row."""
     reads: list[bool] = []
     for node in graph.nodes:
@@ -150,7 +150,10 @@ def lower_numbers(
     if found is None and uniforms is not None:
         return f"  using {name} = cuda::NoNumbers;"
     if found is None:
-        return f"  struct {name} {{ static constexpr int kGroups = 0, kCount = 0; }};"
+        return (
+            f"  struct {name} {{\n    static constexpr int kGroups = 0, kCount = 0;\n"
+            "    static constexpr bool kChannels = false;\n  };"
+        )
     graphs = [*found.scales, *found.zeros]
     if uniforms is not None:
         return _cuda_numbers(name, found, graphs, tensors, uniforms)
@@ -160,6 +163,7 @@ def lower_numbers(
     lines = [
         f"  struct {name} {{",
         f"    static constexpr int kGroups = {len(found.scales)}, kCount = {len(graphs)};",
+        "    static constexpr bool kChannels = false;",
         f"    static constexpr bool kZeros = {'true' if found.zeros else 'false'};",
         f"    static constexpr int kCodebook = {found.codebook};",
         f"    static constexpr bool kByHead = {'true' if by_head else 'false'};",
@@ -171,9 +175,9 @@ def lower_numbers(
         lines += [
             f"    using Type = {TAG[dtype]};",
             f"    static constexpr int kTensors[] = {{{slots}}}, kHeadDims[] = {{{dims}}};",
-            *_functions("vl", "offset", graphs, lambda g: _offset(g, tensors)),
+            *functions_of("vl", "offset", graphs, lambda g: offset_of(g, tensors)),
         ]
-    lines += _functions("vf", "number", graphs, lambda g: _number(g, tensors))
+    lines += functions_of("vf", "number", graphs, lambda g: _number(g, tensors))
     return "\n".join([*lines, "  };"])
 
 
@@ -248,7 +252,7 @@ def _uses_head(nodes: Sequence[Node], i: int) -> bool:
     return _is_head(nodes[i]) or any(_uses_head(nodes, a) for a in nodes[i].args)
 
 
-def _functions(
+def functions_of(
     result: str, name: str, graphs: Sequence[Graph], body: Callable[[Graph], tuple[list[str], str]]
 ) -> list[str]:
     """``template <int i> static result name(c, b, kv_h, kv_idx)`` of the numbers."""
@@ -270,7 +274,7 @@ def _number(graph: Graph, tensors: Sequence[TensorParam]) -> tuple[list[str], st
     return lines, f"ops::widen<vf>({value})"
 
 
-def _offset(graph: Graph, tensors: Sequence[TensorParam]) -> tuple[list[str], str]:
+def offset_of(graph: Graph, tensors: Sequence[TensorParam]) -> tuple[list[str], str]:
     """The statements of the offset at which a load reads."""
     block, load = lower_graph(graph, tensors, "n_")
     uses = block.statements[load].uses

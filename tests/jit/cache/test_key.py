@@ -75,7 +75,16 @@ GENERATOR = {
     "variants/ir/ir.py",
     *(
         f"variants/lower/{name}.py"
-        for name in ("block", "expressions", "hooks", "pair", "row", "row_numbers", "score")
+        for name in (
+            "block",
+            "channels",
+            "expressions",
+            "hooks",
+            "pair",
+            "row",
+            "row_numbers",
+            "score",
+        )
     ),
 }
 

@@ -13,13 +13,16 @@
 //
 // Rows of K or V are copied to a buffer only when a key_mod or value_mod does more than decode
 // them, when codes have a codebook or groups of channels (latent rows too) and are not multiplied
-// as integers, or when the head dim does not fill vectors (a load would reach past the row).
+// as integers, or when the head dim does not fill vectors (a load would reach past the row). Scales
+// of channels, which blocks of keys share, are multiplied with Q instead (codes/channels.h).
 #pragma once
+#include <fajit/cpu/codes/channels.h>
 #include <fajit/cpu/codes/integers.h>
 #include <fajit/cpu/codes/numbers.h>
 #include <fajit/cpu/few_row_kernel.h>
 #if FAJIT_AMX
 #include <fajit/cpu/amx/few_row.h>
+#include <fajit/cpu/amx/tiles_or_vectors.h>
 #endif
 #include <fajit/cpu/kv_walk.h>
 #include <fajit/cpu/pack.h>
@@ -29,8 +32,8 @@
 
 namespace fajit {
 
-template <class Config, class Hooks>
-class FewRow {
+template <class Config, class Hooks, bool OnTiles>
+class FewRowKernel {
   using Q = typename Config::Q;
   using K = typename Config::K;
   using V = typename Config::V;
@@ -55,10 +58,12 @@ class FewRow {
   using ValueNumbers = typename Hooks::ValueNumbers;
   static constexpr bool kDecodesKeys = kIsDecoding<KeyNumbers, K>,
                         kDecodesValues = kIsDecoding<ValueNumbers, V>;
+  static constexpr bool kKeyChannels = kByChannel<KeyNumbers, K>,
+                        kValueChannels = kByChannel<ValueNumbers, V>;
   static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
 #if FAJIT_AMX
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
-  static constexpr bool kTiles = same<Matrix, bfloat16_t>;
+  static constexpr bool kTiles = OnTiles && same<Matrix, bfloat16_t>;
   using TileSession = TileUnit;
 #else
   static constexpr bool kTiles = false;
@@ -77,16 +82,19 @@ class FewRow {
   // threads, timed by hand).
   static constexpr int kVectorRows = 1;
 
+  // Codes are multiplied with Q times the scales that their channels have in a block of keys.
+  static constexpr bool kFoldsKeys = !kTiles && kWholeKeys && takes_folded<KeyNumbers, K>();
+  using ScoreNumbers = Choose<kFoldsKeys, Unscaled, KeyNumbers>;
   // Integer keys and values are multiplied as integers.
   static constexpr bool kIntegerKeys =
-      !kTiles && kIntegers<Q, K, kDim> && kWholeKeys && kIntegerGroups<KeyNumbers, kDim>;
+      !kTiles && kIntegers<Q, K, kDim> && kWholeKeys && kIntegerGroups<ScoreNumbers, kDim>;
   static constexpr bool kIntegerValues =
       !kTiles && kIntegers<Q, V, kDimV> && kWholeValues && kIntegerGroups<ValueNumbers, kDimV>;
   // One scale of a row multiplies its scores or its weight instead.
   static constexpr bool kScaleScores = !kIntegerKeys && kWholeKeys && kIsScale<KeyNumbers>;
   static constexpr bool kScaleWeights = !kIntegerValues && kWholeValues && kIsScale<ValueNumbers>;
   static constexpr bool kKeysInPlace =
-      kIntegerKeys || kScaleScores || (!Hooks::kKeyMod && kWholeKeys);
+      kIntegerKeys || kScaleScores || kFoldsKeys || (!Hooks::kKeyMod && kWholeKeys);
   static constexpr bool kValuesInPlace =
       kIntegerValues || kScaleWeights || (!Hooks::kValueMod && kWholeValues);
   // Whether values may be the first dims of decoded keys: 8 rows of latents (e4m3, 576 + 512 dims)
@@ -101,6 +109,9 @@ class FewRow {
   static constexpr bool kConvertOnce = !kTiles && !kIntegerKeys && kKeysInPlace &&
                                        !same<K, Matrix> && !kPaired<Matrix, K, kDim> &&
                                        kTileRows > kFewRowGroup;
+
+  // Keys of a list may be few of each of many blocks: these are decoded.
+  static constexpr bool kMayDecode = kFoldsKeys && kIndirect;
 
   // Element types of K and V as the products read them.
   using Key = Choose<kKeysInPlace, K, Matrix>;
@@ -133,14 +144,15 @@ class FewRow {
   using KvRows = KeysOf<Config, kMostAhead + 2 * kTileKv>;
 
  public:
-  FewRow(const Context& c, Carver& carver)
+  FewRowKernel(const Context& c, Carver& carver)
       : c_(c),
         q_(carver.take<Matrix>(uint64_t{kMaxHeads} * kTileRows * kDim)),
         o_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kDimV)),
         s_(carver.take<float>(uint64_t{kWeightGroups} * kTileRows * kTileKv)),
         qt_(carver.take<int32_t>(kTiles ? uint64_t{kMaxHeads} * kTileRows * kDim / 2 : 0)),
-        k_rows_(kKeysInPlace && !kConvertOnce ? nullptr
-                                              : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
+        k_rows_(kKeysInPlace && !kConvertOnce && !kMayDecode
+                    ? nullptr
+                    : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
         pairs_(carver.take<int32_t>(kTiles ? uint64_t{kTileKv} / 2 * kDimV : 0)),
         key_numbers_(carver.take<float>(uint64_t{kMaxHeads} * KeyNumbers::kCount * kTileKv)),
@@ -148,6 +160,8 @@ class FewRow {
         queries_(carver.take<IntegerRow>(kIntegerKeys ? kMaxHeads * kTileRows : 0)),
         query_sums_(
             carver.take<int32_t>(kIntegerKeys ? kMaxHeads * kTileRows * (kDim / kLeastGroup) : 0)),
+        folded_(carver.take<Matrix>(kFoldsKeys ? kTileRows * kDim : 0)),
+        block_s_(carver.take<float>(kFoldsKeys ? kTileRows * kTileKv : 0)),
         weights_(carver.take<IntegerRow>(kIntegerValues ? kWeightGroups * kTileRows : 0)),
         zero_sums_(carver.take<float>(kIntegerValues ? kWeightGroups * kTileRows : 0)),
         base_(carver.take<float>(kMaxHeads * kPaddedRows)),
@@ -159,6 +173,7 @@ class FewRow {
         kv_(carver) {}
 
   using Session = Choose<kTiles, TileSession, NoSession>;
+  static constexpr bool kOnTiles = kTiles, kOnlyIntegers = kIntegerKeys && kIntegerValues;
 
   // Packed rows [row0, row0 + count) of `heads` items, which differ in their kv heads alone: those
   // from that of the first item on.
@@ -176,10 +191,17 @@ class FewRow {
       const KeyRows k = kv_.keys();
       const ValueRows v = kv_.values();
       const int ahead_k = heads > 1 ? kTileKv : kAheadK, ahead_v = heads > 1 ? kTileKv : kAheadV;
-      if (!tile.follows) start_rows(k, v, ahead_k, ahead_v, heads);
-      touch_pages(k, ahead_k + kTileKv);
-      touch_pages(v, ahead_v + kTileKv);
-      load_tile_numbers(w, tile, heads);
+      if (!tile.follows) {
+        start_rows<kTileKv, kBytesK>(k, ahead_k, heads);
+        start_rows<kTileKv, kBytesV>(v, ahead_v, heads);
+      }
+      touch_pages<kTileKv>(k, ahead_k + kTileKv);
+      touch_pages<kTileKv>(v, ahead_v + kTileKv);
+      const int keys = tile.end - tile.begin;
+      load_head_numbers<KeyNumbers, K, Config::kHeadDim, kTileKv>(c_, w, heads, kv_, keys,
+                                                                  key_numbers_, key_blocks_);
+      load_head_numbers<ValueNumbers, V, Config::kHeadDimV, kTileKv>(c_, w, heads, kv_, keys,
+                                                                     value_numbers_, value_blocks_);
       RowStream<KeyRows> next_k(k.from(ahead_k, 0), heads * kBytesK);
       RowStream<ValueRows> next_v(v.from(ahead_v, 0), heads * kBytesV);
       for (int j = 0; j < heads; ++j) {
@@ -201,26 +223,6 @@ class FewRow {
     void next(int) {}
   };
 #endif
-
-  // The scales and zero points of a tile's keys, of all heads; those of the tile after it are
-  // prefetched.
-  FAJIT_INLINE void load_tile_numbers([[maybe_unused]] const fajit_work& w, const KvTile& tile,
-                                      [[maybe_unused]] int heads) {
-    if constexpr (kDecodesKeys || kDecodesValues) {
-      const int keys = tile.end - tile.begin;
-      const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
-      for (int n = 0; n < keys; n += kLanes) {
-        const vi kv_idx = kv_.positions(n, iota() + n < keys, keys - 1);
-        if constexpr (kDecodesKeys)
-          load_numbers<KeyNumbers, kTileKv>(c_, b, kv_h, heads, kv_idx, key_numbers_ + n);
-        if constexpr (kDecodesValues)
-          load_numbers<ValueNumbers, kTileKv>(c_, b, kv_h, heads, kv_idx, value_numbers_ + n);
-        const vi next = kv_idx + kTileKv;
-        if constexpr (kDecodesKeys) fetch_numbers<KeyNumbers>(c_, b, kv_h, next);
-        if constexpr (kDecodesValues) fetch_numbers<ValueNumbers>(c_, b, kv_h, next);
-      }
-    }
-  }
 
   // The state of the rows of one kv head.
   struct Head {
@@ -261,7 +263,7 @@ class FewRow {
       if constexpr (kPairHooks) s.rows[i] = Hooks::rows(c_, row.b, row.h, row.q_idx);
       convert_query<Config, Hooks, kDim>(c_, w, row, s.q + i * kDim);
       if constexpr (kPaired<Matrix, Key, kDim>) paired_row<kDim>(s.q + i * kDim);
-      if constexpr (kIntegerKeys)
+      if constexpr (kIntegerKeys && !kFoldsKeys)
         s.queries[i] = integers_of(s.q + i * kDim, s.query_sums + i * (kDim / kLeastGroup));
     }
     if constexpr (kTiles) pack_queries(s, count);
@@ -286,24 +288,6 @@ class FewRow {
     }
   }
 
-  // What the tiles before would have fetched: for the first tile, and where the mask skips keys.
-  __attribute__((noinline)) void start_rows(const KeyRows& k, const ValueRows& v, int ahead_k,
-                                            int ahead_v, int heads) {
-    for (int n = 0; n < ahead_k + kTileKv; n += kTileKv) touch_pages(k, n);
-    for (int n = 0; n < ahead_v + kTileKv; n += kTileKv) touch_pages(v, n);
-    RowStream<KeyRows> stream_k(k, heads * kBytesK);
-    RowStream<ValueRows> stream_v(v, heads * kBytesV);
-    for (int n = 0; n < heads * ahead_k; ++n) stream_k.template next<kBytesK>();
-    for (int n = 0; n < heads * ahead_v; ++n) stream_v.template next<kBytesV>();
-  }
-
-  // Starts the translation of the addresses of a tile of rows from row `first` on.
-  template <class R>
-  FAJIT_INLINE void touch_pages(const R& rows, int first) {
-    each_page(rows, first, kTileKv,
-              [](const char* p) { __builtin_prefetch(p, 0, kPrefetchLocality); });
-  }
-
   // One head's products with a tile of keys, during which as many rows are prefetched.
   __attribute__((noinline)) void run_keys(const fajit_work& w, const Head& s, int number,
                                           const KvTile& tile, int count, KeyRows k_src,
@@ -322,7 +306,9 @@ class FewRow {
     const bool tiles = kTiles && count > kVectorRows;
     Stream stream(next_k, next_v, tiles ? keys : 0);
     const auto fetch = [&]() __attribute__((always_inline)) { next_k.template next<kBytesK>(); };
-    const auto multiply = [&](auto k) __attribute__((always_inline)) {
+    // Scores of keys [0, keys) of k, with rows of Q or what Q was folded to.
+    const auto multiply_with = [&](auto k, int keys, const Matrix* q, const IntegerRow* queries,
+                                   float* to) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles) {
         if (tiles) {
@@ -339,18 +325,32 @@ class FewRow {
         }
       }
 #endif
-      with_rows(count, [&](auto rows, int groups) {
+      with_rows<kTiles ? kVectorRows : kTileRows>(count, [&](auto rows, int groups) {
         using Read = typename decltype(k)::Element;
         // Several groups never read keys that are converted once.
         if constexpr (kIntegerKeys && !same<Read, Matrix>)
-          integer_scores<KeyNumbers, kDim, rows.count, rows.several, kTileKv,
+          integer_scores<ScoreNumbers, kDim, rows.count, rows.several, kTileKv,
                          kDim* int{sizeof(Matrix)}>(
-              k, keys, key_numbers, reinterpret_cast<const int8_t*>(s.q), s.queries, s.query_sums,
-              groups, scale, s_, kTileKv, fetch);
-        else if constexpr (!kConvertOnce || rows.several == same<Read, Matrix>)
-          few_scores<Matrix, Read, kDim, rows.count>(k, keys, s.q, groups, scale, s_, kTileKv,
-                                                     fetch);
+              k, keys, key_numbers, reinterpret_cast<const int8_t*>(q), queries, s.query_sums,
+              groups, scale, to, kTileKv, fetch);
+        else if constexpr (!kConvertOnce || kMayDecode || rows.several == same<Read, Matrix>)
+          few_scores<Matrix, Read, kDim, rows.count>(k, keys, q, groups, scale, to, kTileKv, fetch);
       });
+    };
+    const auto multiply = [&](auto k) __attribute__((always_inline)) {
+      if constexpr (kFoldsKeys)
+        fold_blocks<KeyNumbers, kDim, kIntegerKeys>(
+            c_, b, kv_h, kv_, key_blocks_, s.q, count, scale, folded_, queries_, s_, block_s_,
+            kTileKv, [&](int n, int own, float* to) __attribute__((always_inline)) {
+              multiply_with(k.from(n, 0), own, folded_, queries_, to);
+            });
+      else multiply_with(k, keys, s.q, s.queries, s_);
+    };
+    const auto multiply_decoded = [&]() __attribute__((always_inline)) {
+      if constexpr (kKeyChannels)
+        decode_blocks<KeyNumbers, Config::kHeadDim, kDim>(c_, b, kv_h, k_src, kv_, key_blocks_,
+                                                          keys, k_rows_);
+      multiply_with(StridedRows<Matrix>{k_rows_, kDim}, keys, s.q, s.queries, s_);
     };
     const auto multiply_converted = [&]() __attribute__((always_inline)) {
       if constexpr (kDecodesKeys && !kKeysInPlace) {
@@ -365,7 +365,11 @@ class FewRow {
       }
       multiply(StridedRows<Matrix>{k_rows_, kDim});
     };
-    if constexpr (!kKeysInPlace) {
+    if (kMayDecode && key_blocks_.count > 2 + keys / 32) {
+      multiply_decoded();
+    } else if constexpr (kKeyChannels && !kFoldsKeys) {
+      multiply_decoded();
+    } else if constexpr (!kKeysInPlace) {
       multiply_converted();
     } else if constexpr (kConvertOnce) {
       count > kFewRowGroup ? multiply_converted() : multiply(k_src);
@@ -386,7 +390,7 @@ class FewRow {
         }
       }
 #endif
-      with_rows(count, [&](auto rows, int groups) {
+      with_rows<kTiles ? kVectorRows : kTileRows>(count, [&](auto rows, int groups) {
         if constexpr (kIntegerValues)
           return integer_values<ValueNumbers, kDimV, rows.count, kTileRows, kTileKv>(
               v, keys, reinterpret_cast<const int8_t*>(s_), weights_, zero_sums_, groups, s.o,
@@ -411,6 +415,9 @@ class FewRow {
             same_numbers<KeyNumbers, ValueNumbers, kTileKv>(key_numbers, value_numbers, keys);
       if (are_keys) {
         values = {k_rows_, kDim};
+      } else if constexpr (kValueChannels) {
+        decode_blocks<ValueNumbers, Config::kHeadDimV, kDimV>(c_, b, kv_h, v_src, kv_,
+                                                              value_blocks_, keys, v_rows_);
       } else if constexpr (kDecodesValues) {
         const Table table = Table::of<ValueNumbers>(c_);
         for (int n = 0; n < keys; ++n)
@@ -424,31 +431,6 @@ class FewRow {
       accumulate(values);
     }
     stream.next(kTileKv);
-  }
-
-  template <int N, bool Several>
-  struct Groups {
-    static constexpr int count = N;
-    static constexpr bool several = Several;
-  };
-  // Calls `f` with a group size for rows [0, count) and the number of groups: the rows of a group
-  // share each loaded vector. One group of 1, 2 or 4 rows, or groups of 4. Results of rows past
-  // `count` are not read.
-  template <class F>
-  FAJIT_INLINE void with_rows(int count, F f) {
-    if constexpr (kTiles) {
-      static_assert(kVectorRows == 1);
-      return f(Groups<1, false>{}, 1);
-    }
-    if (kTileRows > kFewRowGroup && count > kFewRowGroup) {
-      f(Groups<kFewRowGroup, true>{}, (count + kFewRowGroup - 1) / kFewRowGroup);
-    } else if (count >= 3) {
-      f(Groups<4, false>{}, 1);
-    } else if (count == 2) {
-      f(Groups<2, false>{}, 1);
-    } else {
-      f(Groups<1, false>{}, 1);
-    }
   }
 
   // Hooks and softmax: scores in s_ become weights in place, o_ is rescaled.
@@ -581,8 +563,12 @@ class FewRow {
   int32_t* pairs_;      // [pair of keys][kDimV] of V, for AMX tiles
   float* key_numbers_;  // [head][number][key of the tile]
   float* value_numbers_;
+  BlocksOf<KeyNumbers, K, kTileKv> key_blocks_;
+  BlocksOf<ValueNumbers, V, kTileKv> value_blocks_;
   IntegerRow* queries_;  // [head][row]
   int32_t* query_sums_;  // [head][row][kLeastGroup channels]
+  Matrix* folded_;       // [row][kDim]: Q times the scales of a block
+  float* block_s_;       // as s_, of a block that begins within a vector of keys
   IntegerRow* weights_;  // [group of channels][row] of one head, as s_
   float* zero_sums_;     // likewise: of weights times zero points
   float* base_;          // [head][row], in the units of scores
@@ -593,5 +579,18 @@ class FewRow {
   int32_t* b_;  // request of each row, indirect kernels only
   KvRows kv_;
 };
+
+#if FAJIT_AMX
+template <class Config>
+struct RowsOfVectors : Config {
+  static constexpr int kTileQ = kFewRowGroup;
+};
+template <class Config, class Hooks>
+using FewRow = TilesOrVectors<FewRowKernel<Config, Hooks, true>,
+                              FewRowKernel<RowsOfVectors<Config>, Hooks, false>, kFewRowGroup>;
+#else
+template <class Config, class Hooks>
+using FewRow = FewRowKernel<Config, Hooks, false>;
+#endif
 
 }  // namespace fajit

@@ -45,6 +45,43 @@ class RowStream {
   const char *at_, *end_;
 };
 
+// Starts the translation of the addresses of `Count` rows from row `first` on.
+template <int Count, class Rows>
+FAJIT_INLINE void touch_pages(const Rows& rows, int first) {
+  each_page(rows, first, Count, [](const char* p) { __builtin_prefetch(p, 0, kPrefetchLocality); });
+}
+
+// What the tiles of TileKv rows before would have fetched: for the first tile, and where the mask
+// skips keys. Bytes: of a row of one of `heads` heads, whose rows are `ahead` of those in use.
+template <int TileKv, int Bytes, class Rows>
+__attribute__((noinline)) void start_rows(const Rows& rows, int ahead, int heads) {
+  for (int n = 0; n < ahead + TileKv; n += TileKv) touch_pages<TileKv>(rows, n);
+  RowStream<Rows> stream(rows, heads * Bytes);
+  for (int n = 0; n < heads * ahead; ++n) stream.template next<Bytes>();
+}
+
+template <int N, bool Several>
+struct Groups {
+  static constexpr int count = N;
+  static constexpr bool several = Several;
+};
+// Calls `f` with a group size for rows [0, count), Most at most, and the number of groups: the rows
+// of a group share each loaded vector. One group of 1, 2 or 4 rows, or groups of 4. Results of rows
+// past `count` are not read.
+template <int Most, class F>
+FAJIT_INLINE void with_rows(int count, F f) {
+  if constexpr (Most == 1) return f(Groups<1, false>{}, 1);
+  if (Most > kFewRowGroup && count > kFewRowGroup) {
+    f(Groups<kFewRowGroup, true>{}, (count + kFewRowGroup - 1) / kFewRowGroup);
+  } else if (count >= 3) {
+    f(Groups<4, false>{}, 1);
+  } else if (count == 2) {
+    f(Groups<2, false>{}, 1);
+  } else {
+    f(Groups<1, false>{}, 1);
+  }
+}
+
 // Lane i of the result is the sum over the lanes of r[i]. Vector: vf or vi.
 template <class Vector>
 FAJIT_INLINE Vector reduce_columns(Vector (&r)[kLanes]) {

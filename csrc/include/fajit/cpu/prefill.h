@@ -16,7 +16,7 @@
 // of 32 rows: 1,550 GFLOP/s on two cores of a Xeon, where vectors of bf16 reach 225 and torch's
 // SDPA 1,150 (S4096, head_dim 128; benchmarks/cpu_attention.py).
 #pragma once
-#include <fajit/cpu/codes/numbers.h>
+#include <fajit/cpu/codes/channels.h>
 #include <fajit/cpu/kv_walk.h>
 #include <fajit/cpu/products.h>
 #include <fajit/cpu/scratch.h>
@@ -261,7 +261,12 @@ class Prefill {
   // Also decides whether values are decoded with keys.
   FAJIT_INLINE void convert_keys(int count, int32_t b, int32_t kv_h) {
     const auto k = kv_.keys();
-    if constexpr (kDecodesKeys) {
+    if constexpr (kByChannel<KeyNumbers, K>) {
+      BlocksOf<KeyNumbers, K, kNumberKeys> blocks;
+      blocks.find(c_, b, kv_h, kv_, count);
+      decode_blocks<KeyNumbers, Config::kHeadDim, kKRow>(c_, b, kv_h, k, kv_, blocks, count,
+                                                         k_rows_);
+    } else if constexpr (kDecodesKeys) {
       load_tile_numbers<KeyNumbers, kNumberKeys>(c_, b, kv_h, kv_, count, key_numbers_);
       const Table table = Table::of<KeyNumbers>(c_);
       for (int n = 0; n < count; ++n)
@@ -300,15 +305,28 @@ class Prefill {
     if constexpr (!kValuesInPlace) {
       alignas(64) Matrix line[Products::kHeld][kVRow];
       const auto v = kv_.values();
-      const Table table = Table::of<ValueNumbers>(c_);
-      Products::pack(count, values_, [&](int n) -> const Matrix* {
-        Matrix* dst = line[n % Products::kHeld];
-        if constexpr (kDecodesValues)
-          decode_row<ValueNumbers, V, Config::kHeadDimV, kVRow, kNumberKeys>(
-              v(n), value_numbers_ + n, table, dst);
-        else convert_value<Config, Hooks, kVRow>(c_, b, kv_h, kv_.position(n), v(n), dst);
-        return dst;
-      });
+      const auto pack = [&](auto convert) __attribute__((always_inline)) {
+        Products::pack(count, values_, [&](int n) -> const Matrix* {
+          Matrix* dst = line[n % Products::kHeld];
+          convert(n, dst);
+          return dst;
+        });
+      };
+      if constexpr (kByChannel<ValueNumbers, V>) {
+        Blocks<ValueNumbers, kNumberKeys> blocks;
+        blocks.find(c_, b, kv_h, kv_, count);
+        DecodedBlocks<ValueNumbers, Config::kHeadDimV, kNumberKeys, KvRows> decoded(c_, b, kv_h,
+                                                                                    kv_, blocks);
+        pack([&](int n, Matrix* dst) { decoded.template decode<kVRow>(v(n), n, dst); });
+      } else {
+        const Table table = Table::of<ValueNumbers>(c_);
+        pack([&](int n, Matrix* dst) {
+          if constexpr (kDecodesValues)
+            decode_row<ValueNumbers, V, Config::kHeadDimV, kVRow, kNumberKeys>(
+                v(n), value_numbers_ + n, table, dst);
+          else convert_value<Config, Hooks, kVRow>(c_, b, kv_h, kv_.position(n), v(n), dst);
+        });
+      }
     }
   }
 

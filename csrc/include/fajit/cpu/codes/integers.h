@@ -227,7 +227,8 @@ FAJIT_INLINE void integer_scores(KeyRows k, int count, const float* numbers, con
       // Adds the products of a group of channels, which begins at channel d.
       const auto finish = [&](int d) __attribute__((always_inline)) {
         const int own = whole ? 0 : d / channels;
-        const vf key_scale = load(numbers + own * Keys + n);
+        vf key_scale = splat(1.0f);
+        if constexpr (Numbers::kCount > 0) key_scale = load(numbers + own * Keys + n);
         settle(settled_sum, acc);
 #pragma GCC unroll 4
         for (int r = 0; r < NR; ++r) {

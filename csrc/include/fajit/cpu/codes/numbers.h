@@ -5,7 +5,7 @@
 //   scale[g] * (value of the code - zero[g])        g: group of channels
 //
 // with kGroups scales, then as many zero points, or none: kCount numbers a key and kv head. kGroups
-// is 0 for other hooks.
+// is 0 for other hooks, of which those with kChannels are in channels.h.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/hooks/hook_ops.h>
@@ -177,7 +177,7 @@ class Table {
   // That of the codebook of hooks, if they have one.
   template <class Numbers>
   static FAJIT_INLINE Table of(const Context& c) {
-    if constexpr (Numbers::kGroups > 0)
+    if constexpr (Numbers::kGroups > 0 || Numbers::kChannels)
       if constexpr (Numbers::kCodebook >= 0) return Table(c.tensor(Numbers::kCodebook));
     return Table();
   }
@@ -251,6 +251,24 @@ FAJIT_INLINE bool same_numbers(const float* keys, const float* values, int count
   return !any(differ);
 }
 
+// The values of the codes of dims [d, d + 2 kLanes) of a row of Dim.
+template <class Code, int Dim, bool Looked>
+FAJIT_INLINE void load_two(const Code* src, int d, [[maybe_unused]] const Table& table, vf& low,
+                           vf& high) {
+#if defined(__AVX512BF16__)
+  if constexpr (same<Code, e4m3_t> || same<Code, e5m2_t>) {
+    const vi words = bfloat16_words<Dim>(src, d);
+    low = low_floats(words), high = high_floats(words);
+    return;
+  }
+#endif
+  if constexpr (Looked) {
+    low = table(load_bits<Dim>(src, d)), high = table(load_bits<Dim>(src, d + kLanes));
+  } else {
+    low = load_dims<Code, Dim>(src, d), high = load_dims<Code, Dim>(src, d + kLanes);
+  }
+}
+
 // dst[0, Dim) = the values of a row of Dim codes, rounded once to the matrix dtype; dst[Dim,
 // Padded) = 0. numbers: those of the key, Keys apart.
 template <class Numbers, class Code, int Dim, int Padded, int Keys, class Matrix>
@@ -258,20 +276,6 @@ FAJIT_INLINE void decode_row(const Code* src, const float* numbers, const Table&
                              Matrix* dst) {
   constexpr int group = Dim / (Numbers::kGroups > 0 ? Numbers::kGroups : 1);
   if constexpr (kWholeGroups<Numbers, Code, Dim>) {
-    const auto value = [&](int d) __attribute__((always_inline)) {
-      if constexpr (Numbers::kCodebook >= 0) return table(load_bits<Dim>(src, d));
-      else return load_dims<Code, Dim>(src, d);
-    };
-    const auto values = [&](int d, vf& low, vf& high) __attribute__((always_inline)) {
-#if defined(__AVX512BF16__)
-      if constexpr (same<Code, e4m3_t> || same<Code, e5m2_t>) {
-        const vi words = bfloat16_words<Dim>(src, d);
-        low = low_floats(words), high = high_floats(words);
-        return;
-      }
-#endif
-      low = value(d), high = value(d + kLanes);
-    };
 #pragma GCC unroll 1
     for (int g = 0; g < Numbers::kGroups; ++g) {
       const vf scale = splat(numbers[g * Keys]);
@@ -279,7 +283,7 @@ FAJIT_INLINE void decode_row(const Code* src, const float* numbers, const Table&
 #pragma GCC unroll 4
       for (int d = g * group; d < (g + 1) * group; d += 2 * kLanes) {
         vf low, high;
-        values(d, low, high);
+        load_two<Code, Dim, (Numbers::kCodebook >= 0)>(src, d, table, low, high);
         if constexpr (Numbers::kZeros) low -= zero, high -= zero;
         store_two(dst + d, low * scale, high * scale);
       }

@@ -23,6 +23,10 @@ struct latent_t { uint8_t bits; };
 constexpr int kLatentCodes = 512, kLatentGroups = 4;
 constexpr int kLatentBytes = kLatentCodes + kLatentGroups * int{sizeof(float)};  // before bf16
 
+// Codes of 8 or 4 bits, which each matrix dtype holds exactly.
+template <class T>
+constexpr bool kIsCode = same<T, int8_t> || same<T, e4m3_t> || same<T, e5m2_t> || same<T, int4x2_t>;
+
 // Values that an element of a row holds, and the elements of a row.
 template <class T>
 constexpr int kPerElement = 1;

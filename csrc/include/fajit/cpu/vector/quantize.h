@@ -6,8 +6,6 @@
 
 namespace fajit {
 
-template <class T>
-constexpr bool kIsCode = same<T, int8_t> || same<T, e4m3_t> || same<T, e5m2_t> || same<T, int4x2_t>;
 // The largest value of a symmetric code.
 template <class T>
 constexpr float kLargestCode = same<T, int8_t>     ? 127.0f
@@ -62,26 +60,34 @@ class Codebook {
       values_[at] = values[i];
       codes_[at] = static_cast<uint8_t>(i);
     }
+    for (int i = 0; i < 15; ++i) middles_[i] = (values_[i + 1] + values_[i]) * 0.5f;
+    for (int i = 0; i < 16; ++i) ascends_ &= codes_[i] == i;
   }
 
   bool is_used() const { return used_; }
   float largest() const { return max(abs_of(values_[0]), abs_of(values_[15])); }
   // The place of the nearest value, in ascending order: of two equally near ones of the lower. NaN
-  // becomes 0.
+  // becomes 0. All middles between values are compared: appends of nf4 took 1.6 times as long with
+  // a binary search among them, and 1.2 times when each vector computed them again (AVX-512, by
+  // hand).
   FAJIT_INLINE vu nearest(vf x) const {
     x = x == x ? x : vf{};
     vi above{};
-    for (int i = 0; i < 15; ++i) above -= x > (values_[i + 1] + values_[i]) * 0.5f;
+#pragma GCC unroll 15
+    for (int i = 0; i < 15; ++i) above -= x > middles_[i];
     return (vu)above;
   }
-  // The code of a place.
+  // Whether places are codes, and the code of a place.
+  bool ascends() const { return ascends_; }
   uint8_t code(int place) const { return codes_[place]; }
 
  private:
   static float abs_of(float x) { return x < 0 ? -x : x; }
 
   const bool used_;
+  bool ascends_ = true;
   float values_[16];
+  float middles_[15];
   uint8_t codes_[16];
 };
 
@@ -212,7 +218,7 @@ class Quantizer {
     for (int i = 0; i < count; i += kLanes)
       store(out + i, __builtin_convertvector(words_of(load(x + i) / scale + zero), vb));
     if constexpr (same<T, int4x2_t>)
-      if (book_.is_used())
+      if (book_.is_used() && !book_.ascends())
         for (int i = 0; i < count; ++i) out[i] = book_.code(out[i]);
   }
 
