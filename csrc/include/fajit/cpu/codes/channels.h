@@ -11,10 +11,10 @@
 //   q . k = (q * scale) . code - (q * scale) . zero
 //
 // Other rows are decoded, with the numbers of their block as vectors. Decoding int4 keys so, with
-// int4 values of one scale a token and 64 channels, took 1.3 times as long as bf16 when each key
-// was multiplied by its scales, and takes 0.45 (8 requests of 4,096 keys, D128, 1 and 4 rows; one
-// thread of a Xeon, cpu:avx512_bf16, by hand); 1.03 to 1.2 of the time of keys with a scale a
-// token.
+// int4 values of one scale a token and 64 channels, took 2.8 times as long as bf16 with 4 query
+// heads a KV head when each key was multiplied by its scales, and takes 0.5 (8 requests of 4,096
+// keys, D128; CPU time of one thread of a Xeon, cpu:avx512_bf16, by hand): 1.03 to 1.2 of the time
+// of keys with a scale a token.
 #pragma once
 #include <fajit/cpu/codes/integers.h>
 
