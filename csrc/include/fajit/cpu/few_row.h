@@ -60,8 +60,10 @@ class FewRow {
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
   static constexpr bool kTiles = same<Matrix, bfloat16_t>;
   using TileSession = TileUnit;
+  static constexpr int kPairs = kPairStride<kDimV>;
 #else
   static constexpr bool kTiles = false;
+  static constexpr int kPairs = 0;
   using TileSession = NoSession;
 #endif
   // Rows beyond the last are zero, so that a group of three runs as one of four.
@@ -115,7 +117,10 @@ class FewRow {
   // of the time in fp32 and 0.7 to 0.8 in bf16 with this and the order of RowStream (one thread of
   // a virtual machine on a Zen 4, cpu:avx2, timed by hand). Without touching, pages of 4 KB
   // took 1.4 times as long as pages of 2 MB.
-  static constexpr int kAheadK = prefetch_keys(kBytesK), kAheadV = prefetch_keys(kBytesV);
+  // Tiles read 32 rows at once from their first step on: with 14 rows ahead, the most of 576 dims
+  // by bytes, later rows of a tile came from memory.
+  static constexpr int kAheadK = larger_of(prefetch_keys(kBytesK), kTiles ? kTileKv : 0),
+                       kAheadV = larger_of(prefetch_keys(kBytesV), kTiles ? kTileKv : 0);
 
  public:
   // Where the kv heads of a token are adjacent ([B, N, H, D], [N, H, D], pages), items of the same
@@ -142,7 +147,7 @@ class FewRow {
         k_rows_(kKeysInPlace && !kConvertOnce ? nullptr
                                               : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
-        pairs_(carver.take<int32_t>(kTiles ? uint64_t{kTileKv} / 2 * kDimV : 0)),
+        pairs_(carver.take<int32_t>(kTiles ? uint64_t{kTileKv} / 2 * kPairs : 0)),
         key_numbers_(carver.take<float>(uint64_t{kMaxHeads} * KeyNumbers::kCount * kTileKv)),
         value_numbers_(carver.take<float>(uint64_t{kMaxHeads} * ValueNumbers::kCount * kTileKv)),
         queries_(carver.take<IntegerRow>(kIntegerKeys ? kMaxHeads * kTileRows : 0)),
@@ -196,10 +201,7 @@ class FewRow {
 #if FAJIT_AMX
   using Stream = TileStream<kBytesK, kBytesV, RowStream<KeyRows>, RowStream<ValueRows>>;
 #else
-  struct Stream {
-    Stream(RowStream<KeyRows>&, RowStream<ValueRows>&, int) {}
-    void next(int) {}
-  };
+  using Stream = NoStream;
 #endif
 
   // The scales and zero points of a tile's keys, of all heads; those of the tile after it are
@@ -317,22 +319,30 @@ class FewRow {
     [[maybe_unused]] const float* const value_numbers =
         value_numbers_ + number * ValueNumbers::kCount * kTileKv;
 
+    bool are_keys = false;  // whether values are decoded keys
+    if constexpr (kMayBeKeys)
+      are_keys = same_address(k_src(0), v_src(0)) &&
+                 same_numbers<KeyNumbers, ValueNumbers, kTileKv>(key_numbers, value_numbers, keys);
+
     const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
     // Products with vectors prefetch on their own.
     const bool tiles = kTiles && count > kVectorRows;
-    Stream stream(next_k, next_v, tiles ? keys : 0);
+    Stream stream(next_k, next_v, tiles ? keys : 0, same_address(k_src(0), v_src(0)));
     const auto fetch = [&]() __attribute__((always_inline)) { next_k.template next<kBytesK>(); };
     const auto multiply = [&](auto k) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles) {
         if (tiles) {
-          PairedValues<kDimV, ValueRows> pairs(v_src, keys, pairs_);
+          // Values in place, or those that are decoded keys, are packed during these products.
+          const bool packs = kValuesInPlace || are_keys;
+          const auto rows = either<kValuesInPlace>(v_src, StridedRows<Matrix>{k_rows_, kDim});
+          PairedValues<kDimV, decltype(rows)> pairs(rows, packs ? keys : 0, pairs_);
           return tile_few_scores<kDim>(k, keys, s.qt, count, scale, s_, kTileKv, stream,
                                        [&]() __attribute__((always_inline)) {
                                          constexpr int steps = kScoreSteps<kDim>;
 #pragma GCC unroll 1
                                          for (int i = 0; i < (16 + steps - 1) / steps; ++i) {
-                                           if constexpr (kValuesInPlace) pairs.next(1);
+                                           if (packs) pairs.next(1);
                                            stream.next(1);
                                          }
                                        });
@@ -353,15 +363,16 @@ class FewRow {
       });
     };
     const auto multiply_converted = [&]() __attribute__((always_inline)) {
-      if constexpr (kDecodesKeys && !kKeysInPlace) {
-        const Table table = Table::of<KeyNumbers>(c_);
-        for (int n = 0; n < keys; ++n)
+      const Table table = Table::of<KeyNumbers>(c_);
+      for (int n = 0; n < keys; ++n) {
+        stream.next(n % 2);
+        Matrix* const to = k_rows_ + n * kDim;
+        if constexpr (kDecodesKeys && !kKeysInPlace)
           decode_row<KeyNumbers, K, Config::kHeadDim, kDim, kTileKv>(k_src(n), key_numbers + n,
-                                                                     table, k_rows_ + n * kDim);
-      } else {
-        for (int n = 0; n < keys; ++n)
+                                                                     table, to);
+        else
           convert_key<Config, Hooks, kDim, !kKeysInPlace>(c_, b, kv_h, kv_.position(n), k_src(n),
-                                                          k_rows_ + n * kDim);
+                                                          to);
       }
       multiply(StridedRows<Matrix>{k_rows_, kDim});
     };
@@ -380,7 +391,7 @@ class FewRow {
 #if FAJIT_AMX
       if constexpr (kTiles) {
         if (tiles) {
-          if constexpr (!kValuesInPlace)
+          if (!kValuesInPlace && !are_keys)
             PairedValues<kDimV, decltype(v)>(v, keys, pairs_).next(kTileKv);
           return tile_few_values<kDimV>(pairs_, keys, words, count, kTileKv, s.o, stream);
         }
@@ -404,11 +415,6 @@ class FewRow {
       accumulate(v_src);
     } else {
       StridedRows<Matrix> values{v_rows_, kDimV};
-      bool are_keys = false;
-      if constexpr (kMayBeKeys)
-        are_keys =
-            same_address(k_src(0), v_src(0)) &&
-            same_numbers<KeyNumbers, ValueNumbers, kTileKv>(key_numbers, value_numbers, keys);
       if (are_keys) {
         values = {k_rows_, kDim};
       } else if constexpr (kDecodesValues) {
@@ -426,11 +432,6 @@ class FewRow {
     stream.next(kTileKv);
   }
 
-  template <int N, bool Several>
-  struct Groups {
-    static constexpr int count = N;
-    static constexpr bool several = Several;
-  };
   // Calls `f` with a group size for rows [0, count) and the number of groups: the rows of a group
   // share each loaded vector. One group of 1, 2 or 4 rows, or groups of 4. Results of rows past
   // `count` are not read.
@@ -578,7 +579,7 @@ class FewRow {
   int32_t* qt_;     // [head][block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
-  int32_t* pairs_;      // [pair of keys][kDimV] of V, for AMX tiles
+  int32_t* pairs_;      // [pair of keys][kPairs] of V, for AMX tiles
   float* key_numbers_;  // [head][number][key of the tile]
   float* value_numbers_;
   IntegerRow* queries_;  // [head][row]

@@ -45,6 +45,20 @@ class RowStream {
   const char *at_, *end_;
 };
 
+// What products with vectors need in place of the TileStream of amx/few_row.h.
+struct NoStream {
+  template <class KeyStream, class ValueStream>
+  NoStream(KeyStream&, ValueStream&, int, bool) {}
+  void next(int) {}
+};
+
+// The size of groups of rows that share a loaded vector, and whether there are several groups.
+template <int N, bool Several>
+struct Groups {
+  static constexpr int count = N;
+  static constexpr bool several = Several;
+};
+
 // Lane i of the result is the sum over the lanes of r[i]. Vector: vf or vi.
 template <class Vector>
 FAJIT_INLINE Vector reduce_columns(Vector (&r)[kLanes]) {
