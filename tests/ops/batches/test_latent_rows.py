@@ -166,6 +166,21 @@ def test_appends_quantise_as_formats_do(target: str | None) -> None:
     assert torch.equal(rotary, k_rope)
 
 
+@pytest.mark.parametrize("target", HOST_TARGETS)
+def test_nan_codes_and_the_largest_scales_are_no_other_numbers(target: str) -> None:
+    """Kernels read codes of e4m3 as halves, which have neither their NaN nor such scales."""
+    pages, paged, _ = stored(target)
+    batch, q = made(target), normal(5, len(KV_LEN), HEADS, 576).bfloat16()
+    batch.plan(indptr((1,) * len(KV_LEN)), paged)
+    row = pages[paged.page_indices[0], 3, 0]
+    row[:128] = 0
+    wanted = batch.run(q, pages, scale=SCALE)
+    row[512:516].view(torch.float32).fill_(3e38)
+    torch.testing.assert_close(batch.run(q, pages, scale=SCALE), wanted, rtol=0, atol=0)
+    row[200] = 0x7F
+    assert batch.run(q, pages, scale=SCALE)[0].isnan().any()
+
+
 def test_calls_take_keys_and_their_first_bytes() -> None:
     latent, k_rope = parts(24, 7)
     rows = torch.zeros(24, 1, 656, dtype=torch.uint8)

@@ -65,8 +65,10 @@ class FewRowKernel {
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
   static constexpr bool kTiles = OnTiles && same<Matrix, bfloat16_t>;
   using TileSession = TileUnit;
+  static constexpr int kPairs = kPairStride<kDimV>;
 #else
   static constexpr bool kTiles = false;
+  static constexpr int kPairs = 0;
   using TileSession = NoSession;
 #endif
   // Rows beyond the last are zero, so that a group of three runs as one of four.
@@ -104,7 +106,6 @@ class FewRowKernel {
       may_be_keys<Hooks, K, V, Config::kHeadDim, Config::kHeadDimV>();
   // Groups of channels whose weights differ.
   static constexpr int kWeightGroups = kIntegerValues ? ValueNumbers::kGroups : 1;
-
   // Keys that several groups of rows read are converted once, where that costs more than a shift.
   static constexpr bool kConvertOnce = !kTiles && !kIntegerKeys && kKeysInPlace &&
                                        !same<K, Matrix> && !kPaired<Matrix, K, kDim> &&
@@ -126,7 +127,9 @@ class FewRowKernel {
   // of the time in fp32 and 0.7 to 0.8 in bf16 with this and the order of RowStream (one thread of
   // a virtual machine on a Zen 4, cpu:avx2, timed by hand). Without touching, pages of 4 KB
   // took 1.4 times as long as pages of 2 MB.
-  static constexpr int kAheadK = prefetch_keys(kBytesK), kAheadV = prefetch_keys(kBytesV);
+  // Tiles read 32 rows at once; by bytes alone rows of 576 dims would be read 14 rows ahead.
+  static constexpr int kAheadK = larger_of(prefetch_keys(kBytesK), kTiles ? kTileKv : 0),
+                       kAheadV = larger_of(prefetch_keys(kBytesV), kTiles ? kTileKv : 0);
 
  public:
   // Where the kv heads of a token are adjacent ([B, N, H, D], [N, H, D], pages), items of the same
@@ -154,7 +157,7 @@ class FewRowKernel {
                     ? nullptr
                     : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
-        pairs_(carver.take<int32_t>(kTiles ? uint64_t{kTileKv} / 2 * kDimV : 0)),
+        pairs_(carver.take<int32_t>(kTiles ? uint64_t{kTileKv} / 2 * kPairs : 0)),
         key_numbers_(carver.take<float>(uint64_t{kMaxHeads} * KeyNumbers::kCount * kTileKv)),
         value_numbers_(carver.take<float>(uint64_t{kMaxHeads} * ValueNumbers::kCount * kTileKv)),
         queries_(carver.take<IntegerRow>(kIntegerKeys ? kMaxHeads * kTileRows : 0)),
@@ -218,10 +221,7 @@ class FewRowKernel {
 #if FAJIT_AMX
   using Stream = TileStream<kBytesK, kBytesV, RowStream<KeyRows>, RowStream<ValueRows>>;
 #else
-  struct Stream {
-    Stream(RowStream<KeyRows>&, RowStream<ValueRows>&, int) {}
-    void next(int) {}
-  };
+  using Stream = NoStream;
 #endif
 
   // The state of the rows of one kv head.
@@ -301,10 +301,15 @@ class FewRowKernel {
     [[maybe_unused]] const float* const value_numbers =
         value_numbers_ + number * ValueNumbers::kCount * kTileKv;
 
+    const bool same_rows = same_address(k_src(0), v_src(0));
+    bool are_keys = false;  // whether values are decoded keys
+    if constexpr (kMayBeKeys)
+      are_keys = same_rows &&
+                 same_numbers<KeyNumbers, ValueNumbers, kTileKv>(key_numbers, value_numbers, keys);
     const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
     // Products with vectors prefetch on their own.
     const bool tiles = kTiles && count > kVectorRows;
-    Stream stream(next_k, next_v, tiles ? keys : 0);
+    Stream stream(next_k, next_v, tiles ? keys : 0, same_rows);
     const auto fetch = [&]() __attribute__((always_inline)) { next_k.template next<kBytesK>(); };
     // Scores of keys [0, keys) of k, with rows of Q or what Q was folded to.
     const auto multiply_with = [&](auto k, int keys, const Matrix* q, const IntegerRow* queries,
@@ -312,13 +317,16 @@ class FewRowKernel {
 #if FAJIT_AMX
       if constexpr (kTiles) {
         if (tiles) {
-          PairedValues<kDimV, ValueRows> pairs(v_src, keys, pairs_);
+          // Values in place, or those that are decoded keys, are packed during these products.
+          const bool packs = kValuesInPlace || are_keys;
+          const auto rows = either<kValuesInPlace>(v_src, StridedRows<Matrix>{k_rows_, kDim});
+          PairedValues<kDimV, decltype(rows)> pairs(rows, packs ? keys : 0, pairs_);
           return tile_few_scores<kDim>(k, keys, s.qt, count, scale, s_, kTileKv, stream,
                                        [&]() __attribute__((always_inline)) {
                                          constexpr int steps = kScoreSteps<kDim>;
 #pragma GCC unroll 1
                                          for (int i = 0; i < (16 + steps - 1) / steps; ++i) {
-                                           if constexpr (kValuesInPlace) pairs.next(1);
+                                           if (packs) pairs.next(1);
                                            stream.next(1);
                                          }
                                        });
@@ -353,15 +361,16 @@ class FewRowKernel {
       multiply_with(StridedRows<Matrix>{k_rows_, kDim}, keys, s.q, s.queries, s_);
     };
     const auto multiply_converted = [&]() __attribute__((always_inline)) {
-      if constexpr (kDecodesKeys && !kKeysInPlace) {
-        const Table table = Table::of<KeyNumbers>(c_);
-        for (int n = 0; n < keys; ++n)
+      const Table table = Table::of<KeyNumbers>(c_);
+      for (int n = 0; n < keys; ++n) {
+        stream.next(n % 2);
+        Matrix* const to = k_rows_ + n * kDim;
+        if constexpr (kDecodesKeys && !kKeysInPlace)
           decode_row<KeyNumbers, K, Config::kHeadDim, kDim, kTileKv>(k_src(n), key_numbers + n,
-                                                                     table, k_rows_ + n * kDim);
-      } else {
-        for (int n = 0; n < keys; ++n)
+                                                                     table, to);
+        else
           convert_key<Config, Hooks, kDim, !kKeysInPlace>(c_, b, kv_h, kv_.position(n), k_src(n),
-                                                          k_rows_ + n * kDim);
+                                                          to);
       }
       multiply(StridedRows<Matrix>{k_rows_, kDim});
     };
@@ -384,7 +393,7 @@ class FewRowKernel {
 #if FAJIT_AMX
       if constexpr (kTiles) {
         if (tiles) {
-          if constexpr (!kValuesInPlace)
+          if (!kValuesInPlace && !are_keys)
             PairedValues<kDimV, decltype(v)>(v, keys, pairs_).next(kTileKv);
           return tile_few_values<kDimV>(pairs_, keys, words, count, kTileKv, s.o, stream);
         }
@@ -408,11 +417,6 @@ class FewRowKernel {
       accumulate(v_src);
     } else {
       StridedRows<Matrix> values{v_rows_, kDimV};
-      bool are_keys = false;
-      if constexpr (kMayBeKeys)
-        are_keys =
-            same_address(k_src(0), v_src(0)) &&
-            same_numbers<KeyNumbers, ValueNumbers, kTileKv>(key_numbers, value_numbers, keys);
       if (are_keys) {
         values = {k_rows_, kDim};
       } else if constexpr (kValueChannels) {
@@ -560,7 +564,7 @@ class FewRowKernel {
   int32_t* qt_;     // [head][block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
-  int32_t* pairs_;      // [pair of keys][kDimV] of V, for AMX tiles
+  int32_t* pairs_;      // [pair of keys][kPairs] of V, for AMX tiles
   float* key_numbers_;  // [head][number][key of the tile]
   float* value_numbers_;
   BlocksOf<KeyNumbers, K, kTileKv> key_blocks_;

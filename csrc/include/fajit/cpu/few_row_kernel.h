@@ -60,6 +60,13 @@ __attribute__((noinline)) void start_rows(const Rows& rows, int ahead, int heads
   for (int n = 0; n < heads * ahead; ++n) stream.template next<Bytes>();
 }
 
+// What products with vectors need in place of the TileStream of amx/few_row.h.
+struct NoStream {
+  template <class KeyStream, class ValueStream>
+  NoStream(KeyStream&, ValueStream&, int, bool) {}
+  void next(int) {}
+};
+
 template <int N, bool Several>
 struct Groups {
   static constexpr int count = N;

@@ -32,6 +32,13 @@ struct HeldRows {
   FAJIT_INLINE HeldRows from(int64_t n, int more) const { return {rows + n, d + more}; }
 };
 
+// The first or the second of two kinds of rows.
+template <bool First, class A, class B>
+FAJIT_INLINE auto either([[maybe_unused]] const A& a, [[maybe_unused]] const B& b) {
+  if constexpr (First) return a;
+  else return b;
+}
+
 // Whether a row of keys and one of values are at one address: latent attention.
 FAJIT_INLINE bool same_address(const void* key, const void* value) { return key == value; }
 

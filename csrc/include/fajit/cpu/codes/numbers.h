@@ -269,13 +269,46 @@ FAJIT_INLINE void load_two(const Code* src, int d, [[maybe_unused]] const Table&
   }
 }
 
+#if FAJIT_AVX
+// decode_row of codes of e4m3 without zero points, or false where one is NaN or a scale is near the
+// largest float. Without NaN a code is a half of 1/256 of its value, after a shift. With it and
+// values packed during the products of keys, 8 rows of codes with scales of groups took 0.76 of the
+// time on AMX, 16 latent rows 0.78; on AVX2 one latent row took 0.81 (least times of one thread).
+template <int Groups, int Dim, int Keys, class Matrix>
+FAJIT_INLINE bool decode_finite(const e4m3_t* src, const float* numbers, Matrix* dst) {
+  constexpr int group = Dim / Groups;
+  vi carry{};  // of 7 bits of all ones plus 1
+#pragma GCC unroll 4
+  for (int d = 0; d < Dim; d += 4 * kLanes) carry |= (load<vi>(src + d) & 0x7f7f7f7f) + 0x01010101;
+  bool finite = !any((carry & int32_t(0x80808080)) != 0);
+  for (int g = 0; g < Groups; ++g) finite &= __builtin_fabsf(numbers[g * Keys]) < 0x1p119f;
+  if (__builtin_expect(!finite, false)) return false;
+  const auto value = [&](int d) __attribute__((always_inline)) {
+    return half_to_float((vh)(extend_to_words(load<vs>(src + d)) << 7) & uint16_t{0xbfff});
+  };
+#pragma GCC unroll 1
+  for (int g = 0; g < Groups; ++g) {
+    const vf scale = splat(numbers[g * Keys] * 256.0f);
+#pragma GCC unroll 4
+    for (int d = g * group; d < (g + 1) * group; d += 2 * kLanes)
+      store_two(dst + d, value(d) * scale, value(d + kLanes) * scale);
+  }
+  return true;
+}
+#endif
+
 // dst[0, Dim) = the values of a row of Dim codes, rounded once to the matrix dtype; dst[Dim,
 // Padded) = 0. numbers: those of the key, Keys apart.
 template <class Numbers, class Code, int Dim, int Padded, int Keys, class Matrix>
 FAJIT_INLINE void decode_row(const Code* src, const float* numbers, const Table& table,
                              Matrix* dst) {
   constexpr int group = Dim / (Numbers::kGroups > 0 ? Numbers::kGroups : 1);
+  if constexpr (Dim < Padded) __builtin_memset(dst + Dim, 0, (Padded - Dim) * sizeof(Matrix));
   if constexpr (kWholeGroups<Numbers, Code, Dim>) {
+#if FAJIT_AVX
+    if constexpr (same<Code, e4m3_t> && !Numbers::kZeros && Dim % (4 * kLanes) == 0)
+      if (decode_finite<Numbers::kGroups, Dim, Keys>(src, numbers, dst)) return;
+#endif
 #pragma GCC unroll 1
     for (int g = 0; g < Numbers::kGroups; ++g) {
       const vf scale = splat(numbers[g * Keys]);
@@ -300,7 +333,6 @@ FAJIT_INLINE void decode_row(const Code* src, const float* numbers, const Table&
     }
     store_row<Matrix, Dim>(dst, row);
   }
-  if constexpr (Dim < Padded) __builtin_memset(dst + Dim, 0, (Padded - Dim) * sizeof(Matrix));
 }
 
 struct LatentNumbers {

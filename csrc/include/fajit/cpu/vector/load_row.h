@@ -60,6 +60,7 @@ FAJIT_WIDEN(widen, vh, vu, "vpmovzxwd")
 FAJIT_WIDEN(widen, vb, vu, "vpmovzxbd")
 FAJIT_WIDEN(widen, vs, vi, "vpmovsxbd")
 FAJIT_WIDEN(widen_to_words, vb, vh, "vpmovzxbw")
+FAJIT_WIDEN(extend_to_words, vs, vh, "vpmovsxbw")
 #undef FAJIT_WIDEN
 
 FAJIT_INLINE vf bfloat16_to_float(vh h) { return (vf)(widen(h) << 16); }
