@@ -28,16 +28,17 @@ FAJIT_INLINE vu small_float_bits(vf x) {
   return (magnitude < least ? subnormal : normal) | ((bits >> 24) & 0x80);
 }
 
-// The codes nearest to x, which is clamped to [least, largest], in words; NaN becomes 0. Integers
-// of 4 bits are codes plus 8.
-template <class T>
-FAJIT_INLINE vu code_words(vf x, float least, float largest) {
+// x in [least, largest]; NaN becomes 0.
+FAJIT_INLINE vf clamped(vf x, float least, float largest) {
   x = x == x ? x : vf{};
   x = x > largest ? splat(largest) : x;
-  x = x < least ? splat(least) : x;
+  return x < least ? splat(least) : x;
+}
+// The codes nearest to x, in the low bytes. Integers of 4 bits are codes plus 8.
+template <class T>
+FAJIT_INLINE vu code_words(vf x) {
   if constexpr (same<T, int8_t> || same<T, int4x2_t>) {
-    const vf whole = splat(0x1.8p23f);  // its ulp is 1
-    return (vu)(x + whole) - (vu)whole + (same<T, int8_t> ? 0 : 8);
+    return (vu)(x + (0x1.8p23f + (same<T, int8_t> ? 0 : 8)));  // its ulp is 1
   } else if constexpr (same<T, e4m3_t>) {
     return small_float_bits<3, 7>(x);
   } else {
@@ -134,6 +135,51 @@ class NumberPages {
   const Dtype dtype_;
 };
 
+// A number that is known when the kernel is compiled.
+template <int N>
+struct Fixed {
+  constexpr operator int() const { return N; }
+};
+
+// The low byte of each lane. Of lanes that come from floats gcc 12 makes scalar instructions of
+// __builtin_convertvector: appends of int8 took 4 times as long.
+FAJIT_INLINE vb low_bytes(vu x) {
+#if FAJIT_AVX == 512
+  vb bytes;
+  asm("vpmovdb %1, %0" : "=v"(bytes) : "v"(x));
+  return bytes;
+#elif FAJIT_AVX
+  typedef char Bytes __attribute__((vector_size(32)));
+  const vi words = (vi)__builtin_ia32_pshufb256((Bytes)x, (Bytes)(vi{} + 0x0c080400));
+  const uint32_t halves[2] = {uint32_t(words[0]), uint32_t(words[4])};
+  vb bytes;
+  __builtin_memcpy(&bytes, halves, sizeof bytes);
+  return bytes;
+#else
+  return __builtin_convertvector(x, vb);
+#endif
+}
+
+// x / divisor.
+struct Quotient {
+  vf divisor;
+  FAJIT_INLINE vf operator()(vf x) const { return x / divisor; }
+};
+#if FAJIT_AVX
+// The bits of x / divisor, by a product and a correction (Markstein 1990), in less time than
+// divisions take. The divisor is from 2^-64 to 2^64, and x / divisor finite: what is left of
+// quotients that matter is exact.
+struct QuotientByProducts {
+  vf divisor, reciprocal;
+  FAJIT_INLINE vf operator()(vf x) const {
+    vf quotient = x * reciprocal, beyond = quotient;
+    asm("vfmsub213ps %2, %1, %0" : "+v"(beyond) : "v"(divisor), "v"(x));
+    asm("vfnmadd231ps %2, %1, %0" : "+v"(quotient) : "v"(beyond), "v"(reciprocal));
+    return quotient;
+  }
+};
+#endif
+
 // How rows become codes of T: `Format.quantize`. Scales that are not stored are applied already.
 template <class T>
 class Quantizer {
@@ -152,13 +198,18 @@ class Quantizer {
                               int64_t head) const {
     alignas(64) uint8_t out[round_up(N, kLanes) + kLanes];
     if (!scales_.are_stored()) {
-      encode(row, N, out, 1.0f, kNoZero);
+      encode<true>(row, N, out, Quotient{splat(1.0f)}, kNoZero);
     } else {
       char* const scale_row = scales_.at(page, slot, head);
       char* const zero_row = zeros_.exist() ? zeros_.at(page, slot, head) : nullptr;
-      const int groups = scales_.groups(), count = N / groups;
-      for (int g = 0; g < groups; ++g)
-        store_group(row + g * count, count, out + g * count, scale_row, zero_row, g);
+      const int groups = scales_.groups();
+      const auto each = [&](auto count) __attribute__((always_inline)) {
+        for (int g = 0; g < groups; ++g)
+          store_group(row + g * count, count, out + g * count, scale_row, zero_row, g);
+      };
+      if (groups == 1) each(Fixed<N>{});
+      else if (N > 64 && N == 64 * groups) each(Fixed<64>{});
+      else each(N / groups);
     }
     if constexpr (same<T, int4x2_t>) {
       for (int i = 0; i < N / 2; ++i) dst[i].bits = out[i] | (out[i + N / 2] << 4);
@@ -170,27 +221,25 @@ class Quantizer {
  private:
   static constexpr float kNoZero = -0.0f;  // x + -0 is x, for x = -0 too
 
-  FAJIT_INLINE void store_group(const float* x, int count, uint8_t* out, char* scale_row,
+  template <class Count>
+  FAJIT_INLINE void store_group(const float* x, Count count, uint8_t* out, char* scale_row,
                                 char* zero_row, int g) const {
     if (zero_row == nullptr) {
       vi top{};  // bits of magnitudes, which are ordered as these are, NaN last
       for (int i = 0; i < count; i += kLanes) {
         const vi bits = load<vi>(x + i) & 0x7fffffff;
-        const vi own = iota() + i < count ? bits : vi{};
+        const vi own = iota() + i < int{count} ? bits : vi{};
         top = own > top ? own : top;
       }
       const float largest = as_float(reduce_max(top));
       const float magnitude = largest - largest == 0.0f ? largest : __builtin_nanf("");
       const float scale = scales_.put(magnitude / largest_, scale_row, g,
                                       [&](float s) { return s * largest_ < magnitude; });
-      constexpr bool integers = same<T, int8_t> || same<T, int4x2_t>;
-      if (integers && !book_.is_used() && scale > 0x1p-126f && scale < 0x1p126f)
-        return round_to_integers(x, count, out, scale);
-      return encode(x, count, out, scale, kNoZero);
+      return divide<false>(x, count, out, scale, kNoZero);
     }
     vf top = splat(-kInf), bottom = splat(kInf), finite{};  // finite: NaN where a value is not
     for (int i = 0; i < count; i += kLanes) {
-      const vf some = select(iota() + i < count, load(x + i), splat(x[0]));
+      const vf some = select(iota() + i < int{count}, load(x + i), splat(x[0]));
       top = max(top, some);
       bottom = min(bottom, some);
       finite += some * 0.0f;
@@ -204,37 +253,38 @@ class Quantizer {
     const float wanted = least_ - low / scale;
     const float zero =
         zeros_.put(wanted == wanted ? wanted : 0.0f, zero_row, g, [](float) { return false; });
-    encode(x, count, out, scale, zero);
+    divide<true>(x, count, out, scale, zero);
   }
 
-  FAJIT_INLINE vu words_of(vf x) const {
-    if constexpr (same<T, int4x2_t>)
-      if (book_.is_used()) return book_.nearest(x);
-    return code_words<T>(x, least_, largest_);
+  // out = the codes of x / scale + zero. Clamps: whether they may be beyond the largest code.
+  template <bool Clamps, class Count>
+  FAJIT_INLINE void divide(const float* x, Count count, uint8_t* out, float scale,
+                           float zero) const {
+#if FAJIT_AVX
+    if (scale > 0x1p-64f && scale < 0x1p64f)
+      return encode<Clamps>(x, count, out, QuotientByProducts{splat(scale), splat(1.0f / scale)},
+                            zero);
+#endif
+    encode<true>(x, count, out, Quotient{splat(scale)}, zero);
   }
 
-  // out = the codes of x / scale + zero.
-  FAJIT_INLINE void encode(const float* x, int count, uint8_t* out, float scale, float zero) const {
-    for (int i = 0; i < count; i += kLanes)
-      store(out + i, __builtin_convertvector(words_of(load(x + i) / scale + zero), vb));
+  template <bool Clamps, class Count, class Divided>
+  FAJIT_INLINE void encode(const float* x, Count count, uint8_t* out, Divided divided,
+                           float zero) const {
+    for (int i = 0; i < count; i += kLanes) {
+      const vf quotient = divided(load(x + i)) + zero;
+      store(out + i, low_bytes(words_of<Clamps>(quotient)));
+    }
     if constexpr (same<T, int4x2_t>)
       if (book_.is_used() && !book_.ascends())
         for (int i = 0; i < count; ++i) out[i] = book_.code(out[i]);
   }
 
-  // out = the integers nearest to x / scale, none of which is beyond the largest. Products with 1 /
-  // scale, which take less time than quotients, are as good unless they are nearly halves.
-  FAJIT_INLINE void round_to_integers(const float* x, int count, uint8_t* out, float scale) const {
-    constexpr float whole = 0x1.8p23f;            // its ulp is 1
-    constexpr float near_half = 0.5f - 0x1p-13f;  // products are off by less than 2^-22 of 127
-    const float inverse = 1.0f / scale;
-    const int zero = same<T, int8_t> ? 0 : 8;
-    for (int i = 0; i < count; i += kLanes) {
-      const vf v = load(x + i);
-      vf quotient = v * inverse, moved = quotient + whole;
-      if (any_at_least(abs(quotient - (moved - whole)), near_half)) moved = v / scale + whole;
-      store(out + i, __builtin_convertvector((vu)moved - (vu)splat(whole) + zero, vb));
-    }
+  template <bool Clamps>
+  FAJIT_INLINE vu words_of(vf x) const {
+    if constexpr (same<T, int4x2_t>)
+      if (book_.is_used()) return book_.nearest(x);
+    return code_words<T>(Clamps ? clamped(x, least_, largest_) : x);
   }
 
   const NumberPages scales_, zeros_;
