@@ -52,6 +52,31 @@ def test_keys_and_values_by_channel(kv_format) -> None:
     check_calls(kv_format, kv_format, [(3, 128), (4, 40), (90, 128)], other_target())
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_codes_near_their_zero_point(dtype) -> None:
+    """Of channels with one outlier in a block: what rounding changed in q must cancel."""
+    keys = Format("int8", "channel", zero=True)
+    q, k, v = (normal(i, 2, 2, n, 96) for i, n in enumerate((2, 128, 128)))
+    k[..., ::64, :] = 30.0
+    q, k, v = q.to(dtype), keys.quantize(k.to(dtype), heads_dim=1), v.to(dtype)
+    out = fa.attention(q, k, v, target=HOST_TARGETS[-1])
+    exact, eager = (attention_reference(q, k, v, dtype=t)[0] for t in (torch.float64, dtype))
+    assert_close(out, exact, eager)
+
+
+@pytest.mark.parametrize("scale", ["token_head", "channel"])
+def test_integer_sums_of_the_longest_rows(scale) -> None:
+    """576 products of the largest integers, all of one sign."""
+    q = torch.full((1, 2, 2, 576), 0.05, dtype=BF16)
+    k = torch.ones(1, 1, 128, 576)
+    k[:, :, ::2] = -1
+    v = normal(2, 1, 1, 128, 576)
+    k, v = Format("int8", scale).quantize(k, heads_dim=1), Format("int8").quantize(v, heads_dim=1)
+    out = fa.attention(q, k, v, target=HOST_TARGETS[-1])
+    exact, eager = (attention_reference(q, k, v, dtype=t)[0] for t in (torch.float64, BF16))
+    assert_close(out, exact, eager)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_blocks_that_begin_within_a_tile(target) -> None:
     """Of packed rows, whose requests begin at any slot, and of tokens of a list."""

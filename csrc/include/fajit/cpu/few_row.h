@@ -85,7 +85,9 @@ class FewRowKernel {
   static constexpr int kVectorRows = 1;
 
   // Codes are multiplied with Q times the scales that their channels have in a block of keys.
-  static constexpr bool kFoldsKeys = !kTiles && kWholeKeys && takes_folded<KeyNumbers, K>();
+  // In fp32 products of codes far from 0 but near their zero point would cancel.
+  static constexpr bool kFoldsKeys = !kTiles && kWholeKeys && takes_folded<KeyNumbers, K>() &&
+                                     !(KeyNumbers::kZeros && same<Q, float>);
   using ScoreNumbers = Choose<kFoldsKeys, Unscaled, KeyNumbers>;
   // Integer keys and values are multiplied as integers.
   static constexpr bool kIntegerKeys =
@@ -110,10 +112,8 @@ class FewRowKernel {
   static constexpr bool kConvertOnce = !kTiles && !kIntegerKeys && kKeysInPlace &&
                                        !same<K, Matrix> && !kPaired<Matrix, K, kDim> &&
                                        kTileRows > kFewRowGroup;
-
-  // Keys of a list may be few of each of many blocks: these are decoded.
-  static constexpr bool kMayDecode = kFoldsKeys && kIndirect;
-
+  // Keys of a list, or of blocks that a hook makes small, may be few of each block: decoded.
+  static constexpr bool kMayDecode = kFoldsKeys;
   // Element types of K and V as the products read them.
   using Key = Choose<kKeysInPlace, K, Matrix>;
   using Value = Choose<kValuesInPlace, V, Matrix>;
@@ -347,7 +347,7 @@ class FewRowKernel {
     };
     const auto multiply = [&](auto k) __attribute__((always_inline)) {
       if constexpr (kFoldsKeys)
-        fold_blocks<KeyNumbers, kDim, kIntegerKeys>(
+        fold_blocks<KeyNumbers, kDim, kIntegerKeys, kTileRows>(
             c_, b, kv_h, kv_, key_blocks_, s.q, count, scale, folded_, queries_, s_, block_s_,
             kTileKv, [&](int n, int own, float* to) __attribute__((always_inline)) {
               multiply_with(k.from(n, 0), own, folded_, queries_, to);

@@ -225,8 +225,8 @@ FAJIT_INLINE void decode_blocks(const Context& c, int32_t b, int32_t kv_h, const
 // matrix elements, or bytes of integers, which have `units`. multiply(n, count, to) puts those of
 // keys [n, n + count) to `to`, before the zero points, which are subtracted here times `scale`.
 // Results are s[row * stride + key]; `spare` is as large.
-template <class Numbers, int Dim, bool Integers, int Keys, class KvRows, class Matrix, class Unit,
-          class Multiply>
+template <class Numbers, int Dim, bool Integers, int Rows, int Keys, class KvRows, class Matrix,
+          class Unit, class Multiply>
 FAJIT_INLINE void fold_blocks(const Context& c, int32_t b, int32_t kv_h, const KvRows& kv,
                               const Blocks<Numbers, Keys>& blocks, const Matrix* q, int rows,
                               float scale, Matrix* folded, Unit* units, float* s, float* spare,
@@ -237,19 +237,24 @@ FAJIT_INLINE void fold_blocks(const Context& c, int32_t b, int32_t kv_h, const K
     const int count = blocks.ends[block] - n;
     // Products write whole vectors of keys: the last one of a row must not reach the next row.
     float* const to = n % kLanes == 0 ? s + n : spare;
-    float zeros[32];
+    float zeros[Rows];
     for (int r = 0; r < rows; ++r) {
-      vf zero{};
 #pragma GCC unroll 4
-      for (int d = 0; d < Dim; d += kLanes) {
-        const vf y = Storage<Matrix>::load(q + r * Dim + d) * load(numbers + d);
-        if constexpr (Numbers::kZeros) zero += y * load(numbers + Dim + d);
-        store(x + d, y);
-      }
-      zeros[r] = Numbers::kZeros ? reduce_add(zero) * scale : 0.0f;
-      if constexpr (Integers)
+      for (int d = 0; d < Dim; d += kLanes)
+        store(x + d, Storage<Matrix>::load(q + r * Dim + d) * load(numbers + d));
+      if constexpr (Integers) {
         units[r] = integer_row<Dim>(x, Dim, reinterpret_cast<int8_t*>(folded + r * Dim));
-      else store_row<Matrix, Dim>(folded + r * Dim, x);
+      } else {
+        // Zero points are multiplied with what the codes are: where a code is near its zero point,
+        // what rounding has changed must cancel too.
+        store_row<Matrix, Dim>(folded + r * Dim, x);
+        if constexpr (Numbers::kZeros) load_row<Matrix, Dim>(folded + r * Dim, x);
+      }
+      vf zero{};
+      if constexpr (Numbers::kZeros)
+#pragma GCC unroll 4
+        for (int d = 0; d < Dim; d += kLanes) zero += load(x + d) * load(numbers + Dim + d);
+      zeros[r] = Numbers::kZeros ? reduce_add(zero) * scale : 0.0f;
     }
     multiply(n, count, to);
     for (int r = 0; r < rows; ++r) {

@@ -38,8 +38,10 @@ template <class Numbers, int Dim>
 constexpr bool takes_groups() {
   if constexpr (Numbers::kGroups > 0) {
     constexpr int channels = Dim / Numbers::kGroups;  // no vector of codes may have parts of two
-    return Numbers::kCodebook < 0 && (Numbers::kGroups == 1 || channels % (4 * kLanes) == 0 ||
-                                      (channels % kLeastGroup == 0 && 4 * kLanes % channels == 0));
+    // Sums of 512 products of 32,639 and 128 are below 2^31, and those of 512 integers 2^24.
+    return Numbers::kCodebook < 0 && channels <= 512 &&
+           (Numbers::kGroups == 1 || channels % (4 * kLanes) == 0 ||
+            (channels % kLeastGroup == 0 && 4 * kLanes % channels == 0));
   }
   return false;
 }
@@ -101,7 +103,7 @@ FAJIT_INLINE IntegerRow integer_row(const float* x, int n, int8_t* bytes, int32_
       sums[d / kLeastGroup] = static_cast<int32_t>(reduce_add(to_float(total)));
     }
   for (int d = 0; d < n; d += kLanes) store(bytes + N + d, load<vs>(low + d));
-  // The sum is exact as a float: N is at most 256.
+  // The sum is exact as a float: N is at most 512.
   return {unit + reduce_add(finite), static_cast<int32_t>(reduce_add(to_float(sum)))};
 }
 
