@@ -53,13 +53,15 @@ def test_keys_and_values_by_channel(kv_format) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_codes_near_their_zero_point(dtype) -> None:
+@pytest.mark.parametrize("target", [t for t in HOST_TARGETS if t.startswith("cpu:avx")][-2:])
+def test_codes_near_their_zero_point(target, dtype) -> None:
     """Of channels with one outlier in a block: what rounding changed in q must cancel."""
     keys = Format("int8", "channel", zero=True)
-    q, k, v = (normal(i, 2, 2, n, 96) for i, n in enumerate((2, 128, 128)))
+    q, k, v = (normal(i, 2, 2, n, 96) for i, n in enumerate((1, 192, 192)))
+    q, k = q - q.mean(-1, keepdim=True), k.abs()
     k[..., ::64, :] = 30.0
     q, k, v = q.to(dtype), keys.quantize(k.to(dtype), heads_dim=1), v.to(dtype)
-    out = fa.attention(q, k, v, target=HOST_TARGETS[-1])
+    out = fa.attention(q, k, v, target=target)
     exact, eager = (attention_reference(q, k, v, dtype=t)[0] for t in (torch.float64, dtype))
     assert_close(out, exact, eager)
 
