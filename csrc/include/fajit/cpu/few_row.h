@@ -85,9 +85,7 @@ class FewRowKernel {
   static constexpr int kVectorRows = 1;
 
   // Codes are multiplied with Q times the scales that their channels have in a block of keys.
-  // In fp32 products of codes far from 0 but near their zero point would cancel.
-  static constexpr bool kFoldsKeys = !kTiles && kWholeKeys && takes_folded<KeyNumbers, K>() &&
-                                     !(KeyNumbers::kZeros && same<Q, float>);
+  static constexpr bool kFoldsKeys = !kTiles && kWholeKeys && takes_folded<KeyNumbers, K, Q>();
   using ScoreNumbers = Choose<kFoldsKeys, Unscaled, KeyNumbers>;
   // Integer keys and values are multiplied as integers.
   static constexpr bool kIntegerKeys =
@@ -114,6 +112,7 @@ class FewRowKernel {
                                        kTileRows > kFewRowGroup;
   // Keys of a list, or of blocks that a hook makes small, may be few of each block: decoded.
   static constexpr bool kMayDecode = kFoldsKeys;
+
   // Element types of K and V as the products read them.
   using Key = Choose<kKeysInPlace, K, Matrix>;
   using Value = Choose<kValuesInPlace, V, Matrix>;

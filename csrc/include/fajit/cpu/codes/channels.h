@@ -29,10 +29,12 @@ constexpr bool decodes_channels() {
 }
 template <class Numbers, class Code>
 constexpr bool kByChannel = decodes_channels<Numbers, Code>();
-// Whether Q can be multiplied with the codes themselves.
-template <class Numbers, class Code>
+// Whether rows of Q can be multiplied with the codes themselves. In fp32 the products of codes near
+// their zero points would cancel.
+template <class Numbers, class Code, class Q>
 constexpr bool takes_folded() {
-  if constexpr (kByChannel<Numbers, Code>) return kIsCode<Code> && Numbers::kCodebook < 0;
+  if constexpr (kByChannel<Numbers, Code>)
+    return kIsCode<Code> && Numbers::kCodebook < 0 && !(Numbers::kZeros && same<Q, float>);
   return false;
 }
 
