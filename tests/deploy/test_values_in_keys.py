@@ -19,36 +19,47 @@ from flashattn_jit.variants.ir.ir import VariantIR
 TARGET = "cpu:generic"
 
 
-def serve(head_dim: int, head_dim_v: int) -> None:
+def serve(head_dim: int, head_dim_v: int, kv_dtype: torch.dtype) -> None:
     """A batch over ragged keys: few rows of a request, and many."""
+    width = head_dim if kv_dtype.is_floating_point else 656  # bytes of FlashMLA's rows
     for q_len in (1, 60):
         batch = fa.BatchAttention(
             fa.Causal(), num_q_heads=2, num_kv_heads=1, head_dim=head_dim, head_dim_v=head_dim_v,
-            v_in_k=True, q_dtype=torch.float32, target=TARGET,
+            v_in_k=True, q_dtype=torch.float32, kv_dtype=kv_dtype, target=TARGET,
         )  # fmt: skip
         batch.plan(torch.tensor([0, q_len]), fa.Ragged(torch.tensor([0, 70])))
-        batch.run(torch.randn(q_len, 2, head_dim), torch.randn(70, 1, head_dim), scale=0.1)
+        keys = torch.zeros(70, 1, width, dtype=kv_dtype)
+        batch.run(torch.randn(q_len, 2, head_dim), keys, scale=0.1)
 
 
-@pytest.mark.parametrize("dims", [(320, 256), (48, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "dtypes", "kv_dtype"),
+    [
+        ((320, 256), "fp32", torch.float32),
+        ((48, 32), "fp32", torch.float32),
+        ((576, 512), "fp32/fp8_ds_mla", torch.uint8),
+    ],
+    ids=str,
+)
 def test_warmed_kernels_compile_nothing_at_their_first_call(
-    dims: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dims: tuple[int, int], dtypes: str, kv_dtype: torch.dtype, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     warm(
-        fa.Causal(), head_dims=[dims], dtypes="fp32", targets=TARGET, formats=["ragged"],
+        fa.Causal(), head_dims=[dims], dtypes=dtypes, targets=TARGET, formats=["ragged"],
         v_in_k=True, progress=False,
     )  # fmt: skip
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
     default.forget()
     with fa.record_manifest(tmp_path / "m.jsonl"):
-        serve(*dims)
+        serve(*dims, kv_dtype)
     # What was recorded is built again elsewhere.
     monkeypatch.delenv("FLASHATTN_JIT_COMPILE")
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "other"))
     warm(tmp_path / "m.jsonl", progress=False)
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
     default.forget()
-    serve(*dims)
+    serve(*dims, kv_dtype)
     assert default.last_source == "disk"
 
 
