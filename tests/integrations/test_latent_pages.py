@@ -124,3 +124,13 @@ def test_rows_of_two_formats() -> None:
         logits = ours(PROMPT[:, :1], past_key_values=cache, use_cache=True).logits
         expected = eager(torch.cat([PROMPT, PROMPT[:, :1]], 1)).logits[:, -1:]
     assert (logits - expected).abs().mean() < 0.1 * expected.abs().mean()
+    given = {"max_new_tokens": NEW, "do_sample": False}
+    prompts = [PROMPT[0].tolist(), PROMPT[1, :7].tolist()]
+    found = generate_batch(ours, prompts, cache=fa.kv.Cache(spec, 16, max_kv_len=64), **given)
+    for prompt, one in zip(prompts, found, strict=True):
+        cache.reset()
+        ids = torch.tensor([prompt])
+        alone = ours.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, pad_token_id=0, **given
+        )
+        assert one.tokens == alone[0, len(prompt) :].tolist()
