@@ -38,14 +38,16 @@ class TileStream {
   const bool same_rows_;
 };
 
+// Words from a packed pair of rows of V to the next: rows 2 KB apart share two sets of the L1. With
+// a line between them 16 rows of 576 + 512 dims took 0.8 of the time from L2, 0.93 from memory
+// (least times of one thread).
+template <int Dim>
+constexpr int kPairStride = Dim + (Dim % 256 == 0 ? 16 : 0);
+
 // Rows of V as the products read them, [pair of keys][kPairStride] words of two keys, dims in the
 // order that `ordered_dims` undoes. Pairs are packed a few at a time, during the products of K:
 // both wait for L2 most of the time. Keys from `count` on have weight 0, but their values must not
-// be NaN: they repeat the last key, up to a multiple of 32. Words from a pair to the next: rows 2
-// KB apart share two sets of the L1. With a line between them 16 rows of 576 + 512 dims took 0.8 of
-// the time from L2, 0.93 from memory (least times of one thread).
-template <int Dim>
-constexpr int kPairStride = Dim + (Dim % 256 == 0 ? 16 : 0);
+// be NaN: they repeat the last key, up to a multiple of 32.
 template <int Dim, class ValueRows>
 class PairedValues {
  public:
