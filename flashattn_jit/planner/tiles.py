@@ -100,6 +100,10 @@ The prefill tile takes 1.06 times as long at 32 rows (benchmarks/cpu_tiles.py)."
 
 _FEW_ROW_TILE_KV = 64
 
+_WIDE_TILE_KV = 256
+"""The same on AMX tiles where the output of 16 rows fills the L1 (head_dim_v from 256 on): it is
+read and written once in a tile."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
@@ -191,10 +195,12 @@ def on_tiles(target: str, matrix: str) -> bool:
 
 def with_cpu_tile(spec: KernelSpec, kind: TileKind) -> KernelSpec:
     """`spec` with the CPU tile of a tile kind."""
+    matrix = matrix_dtype(spec.target, spec.q_dtype)
     if kind == "few_row":
         tile_q = few_rows(spec.target, spec.q_dtype)
-        return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=_FEW_ROW_TILE_KV)
-    matrix = matrix_dtype(spec.target, spec.q_dtype)
+        wide = spec.head_dim_v >= 256 and on_tiles(spec.target, matrix)
+        tile_kv = _WIDE_TILE_KV if wide else _FEW_ROW_TILE_KV
+        return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=tile_kv)
     tile_q, tile_kv = prefill_tile(spec.target, spec.head_dim, spec.head_dim_v, matrix)
     return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=tile_kv)
 

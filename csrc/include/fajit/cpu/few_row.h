@@ -60,15 +60,17 @@ class FewRowKernel {
                         kDecodesValues = kIsDecoding<ValueNumbers, V>;
   static constexpr bool kKeyChannels = kByChannel<KeyNumbers, K>,
                         kValueChannels = kByChannel<ValueNumbers, V>;
-  static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
+  static constexpr int kTileKv = round_up(Config::kTileKv, kLanes), kPartialKv = 64;
 #if FAJIT_AMX
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
   static constexpr bool kTiles = OnTiles && same<Matrix, bfloat16_t>;
   using TileSession = TileUnit;
-  static constexpr int kPairs = kPairStride<kDimV>;
+  // Whether V is packed by parts; the words of its pairs, or of a part.
+  static constexpr bool kParts = kDimV >= 256 && kDimV % 64 == 0;
+  static constexpr int kPairWords = kParts ? kPartWords : kTileKv / 2 * kPairStride<kDimV>;
 #else
   static constexpr bool kTiles = false;
-  static constexpr int kPairs = 0;
+  static constexpr int kPairWords = 0;
   using TileSession = NoSession;
 #endif
   // Rows beyond the last are zero, so that a group of three runs as one of four.
@@ -126,9 +128,7 @@ class FewRowKernel {
   // of the time in fp32 and 0.7 to 0.8 in bf16 with this and the order of RowStream (one thread of
   // a virtual machine on a Zen 4, cpu:avx2, timed by hand). Without touching, pages of 4 KB
   // took 1.4 times as long as pages of 2 MB.
-  // Tiles read 32 rows at once; by bytes alone rows of 576 dims would be read 14 rows ahead.
-  static constexpr int kAheadK = larger_of(prefetch_keys(kBytesK), kTiles ? kTileKv : 0),
-                       kAheadV = larger_of(prefetch_keys(kBytesV), kTiles ? kTileKv : 0);
+  static constexpr int kAheadK = prefetch_keys(kBytesK), kAheadV = prefetch_keys(kBytesV);
 
  public:
   // Where the kv heads of a token are adjacent ([B, N, H, D], [N, H, D], pages), items of the same
@@ -140,9 +140,9 @@ class FewRowKernel {
                                                                                : 2048 / kRowBytes;
 
  private:
-  // Several heads prefetch a whole tile ahead.
+  // Several heads prefetch a whole tile ahead, and AMX tiles at least: they read many rows at once.
   static constexpr int kMostAhead =
-      larger_of(kMaxHeads > 1 ? kTileKv : 0, larger_of(kAheadK, kAheadV));
+      larger_of(kMaxHeads > 1 || kTiles ? kTileKv : 0, larger_of(kAheadK, kAheadV));
   using KvRows = KeysOf<Config, kMostAhead + 2 * kTileKv>;
 
  public:
@@ -156,7 +156,7 @@ class FewRowKernel {
                     ? nullptr
                     : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
-        pairs_(carver.take<int32_t>(kTiles ? uint64_t{kTileKv} / 2 * kPairs : 0)),
+        pairs_(carver.take<int32_t>(kTiles ? kPairWords : 0)),
         key_numbers_(carver.take<float>(uint64_t{kMaxHeads} * KeyNumbers::kCount * kTileKv)),
         value_numbers_(carver.take<float>(uint64_t{kMaxHeads} * ValueNumbers::kCount * kTileKv)),
         queries_(carver.take<IntegerRow>(kIntegerKeys ? kMaxHeads * kTileRows : 0)),
@@ -183,19 +183,22 @@ class FewRowKernel {
     const fajit_work& w = items[0];
     const fajit_args& a = *c_.args;
 #if FAJIT_AMX
-    if constexpr (kTiles) TileUnit::configure(count < 16 ? count : 16);
+    if constexpr (kTiles) TileUnit::configure(count < 16 && !kParts ? count : 16);
 #endif
     if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;
     for (int j = 0; j < heads; ++j) start_head(items[j], head(j), row0, count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
-    KvWalk<Config, Hooks, KvRows> walk(c_, w, span, row0, kv_);
+    KvWalk<Config, Hooks, KvRows, kPartialKv> walk(c_, w, span, row0, kv_);
     for (KvTile tile; walk.next(tile);) {
       const KeyRows k = kv_.keys();
       const ValueRows v = kv_.values();
-      const int ahead_k = heads > 1 ? kTileKv : kAheadK, ahead_v = heads > 1 ? kTileKv : kAheadV;
+      const int least = kTiles && count > kVectorRows ? kTileKv : 0;
+      const int ahead_k = heads > 1 ? kTileKv : larger_of(kAheadK, least),
+                ahead_v = heads > 1 ? kTileKv : larger_of(kAheadV, least);
       if (!tile.follows) {
-        start_rows<kTileKv, kBytesK>(k, ahead_k, heads);
-        start_rows<kTileKv, kBytesV>(v, ahead_v, heads);
+        const int left = tile.end - tile.begin + walk.left();
+        start_rows<kTileKv, kBytesK>(k, ahead_k, heads, left);
+        start_rows<kTileKv, kBytesV>(v, ahead_v, heads, left);
       }
       touch_pages<kTileKv>(k, ahead_k + kTileKv);
       touch_pages<kTileKv>(v, ahead_v + kTileKv);
@@ -317,18 +320,18 @@ class FewRowKernel {
       if constexpr (kTiles) {
         if (tiles) {
           // Values in place, or those that are decoded keys, are packed during these products.
-          const bool packs = kValuesInPlace || are_keys;
+          const bool packs = !kParts && (kValuesInPlace || are_keys);
           const auto rows = either<kValuesInPlace>(v_src, StridedRows<Matrix>{k_rows_, kDim});
           PairedValues<kDimV, decltype(rows)> pairs(rows, packs ? keys : 0, pairs_);
-          return tile_few_scores<kDim>(k, keys, s.qt, count, scale, s_, kTileKv, stream,
-                                       [&]() __attribute__((always_inline)) {
-                                         constexpr int steps = kScoreSteps<kDim>;
+          const auto between = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 1
-                                         for (int i = 0; i < (16 + steps - 1) / steps; ++i) {
-                                           if (packs) pairs.next(1);
-                                           stream.next(1);
-                                         }
-                                       });
+            for (int i = 0; i < 16; i += kScoreSteps<kDim>) {
+              if (packs) pairs.next(1);
+              stream.next(1);
+            }
+          };
+          return tile_few_scores<kDim, kParts>(k, keys, s.qt, count, scale, s_, kTileKv, stream,
+                                               between);
         }
       }
 #endif
@@ -391,11 +394,9 @@ class FewRowKernel {
     const auto accumulate = [&](auto v) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles) {
-        if (tiles) {
-          if (!kValuesInPlace && !are_keys)
-            PairedValues<kDimV, decltype(v)>(v, keys, pairs_).next(kTileKv);
-          return tile_few_values<kDimV>(pairs_, keys, words, count, kTileKv, s.o, stream);
-        }
+        if (tiles)
+          return tile_few_values<kDimV, kParts>(v, kValuesInPlace || are_keys, keys, words, count,
+                                                kTileKv, s.o, pairs_, stream);
       }
 #endif
       with_rows<kTiles ? kVectorRows : kTileRows>(count, [&](auto rows, int groups) {
@@ -563,7 +564,7 @@ class FewRowKernel {
   int32_t* qt_;     // [head][block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
-  int32_t* pairs_;      // [pair of keys][kPairs] of V, for AMX tiles
+  int32_t* pairs_;      // of V, for AMX tiles
   float* key_numbers_;  // [head][number][key of the tile]
   float* value_numbers_;
   BlocksOf<KeyNumbers, K, kTileKv> key_blocks_;

@@ -52,12 +52,14 @@ FAJIT_INLINE void touch_pages(const Rows& rows, int first) {
 }
 
 // What the tiles of TileKv rows before would have fetched: for the first tile, and where the mask
-// skips keys. Bytes: of a row of one of `heads` heads, whose rows are `ahead` of those in use.
+// skips keys. Bytes: of a row of one of `heads` heads, whose rows are `ahead` of those in use;
+// there are `left` rows.
 template <int TileKv, int Bytes, class Rows>
-__attribute__((noinline)) void start_rows(const Rows& rows, int ahead, int heads) {
-  for (int n = 0; n < ahead + TileKv; n += TileKv) touch_pages<TileKv>(rows, n);
+__attribute__((noinline)) void start_rows(const Rows& rows, int ahead, int heads, int left) {
+  for (int n = 0; n < ahead + TileKv && n < left; n += TileKv) touch_pages<TileKv>(rows, n);
   RowStream<Rows> stream(rows, heads * Bytes);
-  for (int n = 0; n < heads * ahead; ++n) stream.template next<Bytes>();
+  const int wanted = ahead < left ? ahead : left;
+  for (int n = 0; n < heads * wanted; ++n) stream.template next<Bytes>();
 }
 
 // What products with vectors need in place of the TileStream of amx/few_row.h.

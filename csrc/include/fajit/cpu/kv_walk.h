@@ -23,8 +23,9 @@ FAJIT_INLINE int classify_span(const Context& c, const RowSpan& r, int32_t k0, i
 }
 
 // Each tile is passed to `keys.seek`, which in an indirect kernel fills the table of row addresses.
-// Tiles of key lists are classified by the hull of their positions.
-template <class Config, class Hooks, class Keys>
+// Tiles of key lists are classified by the hull of their positions. Where the mask keeps a part of
+// the keys, tiles have PartialKv of them.
+template <class Config, class Hooks, class Keys, int PartialKv = Config::kTileKv>
 class KvWalk {
  public:
   static constexpr int32_t kRun = 8;  // tiles classified at once
@@ -77,6 +78,10 @@ class KvWalk {
           }
         }
         state = run_state_ == FAJIT_TILE_FULL ? FAJIT_TILE_FULL : classify(at_, stop);
+      }
+      if (PartialKv < Config::kTileKv && state == FAJIT_TILE_PARTIAL && stop - at_ > PartialKv) {
+        stop = at_ + PartialKv;
+        state = classify(at_, stop);
       }
       tile = {at_, stop, state, at_ == reached_};
       at_ = stop;

@@ -72,6 +72,12 @@ FAJIT_INLINE void prefetch_row(const void* p) {
     __builtin_prefetch(static_cast<const char*>(p) + i, 0, kPrefetchLocality);
 }
 
+// The largest number of bytes up to 256, a multiple of 64, whose multiple a row of `bytes` is.
+constexpr int piece_of(int bytes) {
+  const int lines = (bytes + 63) / 64;
+  return 64 * (lines % 4 == 0 ? 4 : lines % 3 == 0 ? 3 : lines % 2 == 0 ? 2 : 1);
+}
+
 FAJIT_INLINE vi broadcast_word(const void* p) {
   int32_t w;
   __builtin_memcpy(&w, p, 4);
@@ -114,8 +120,8 @@ FAJIT_INLINE void accumulate(vf (&acc)[kMicroRows][NV], const int32_t* vectors, 
 FAJIT_INLINE void settle() { asm volatile("" ::: "memory"); }
 
 // Keys [0, count) against a block of rows. `keys(n)`: row n; `s` has room for count rounded up to
-// kMicroRows. Rows past `count` are not read, the last one is used instead. `fetch()` is called
-// once for each key.
+// kMicroRows. Rows past `count` are not read, the last one is used instead. `fetch(words)` is
+// called before so many words of K are multiplied.
 template <class Matrix, int NV, int Words, class KeyRows, class Fetch>
 __attribute__((noinline)) void multiply_scores(KeyRows keys, int count, const int32_t* qt, float* s,
                                                Fetch fetch) {
@@ -124,8 +130,7 @@ __attribute__((noinline)) void multiply_scores(KeyRows keys, int count, const in
 #pragma GCC unroll 8
     for (int i = 0; i < kMicroRows; ++i)
       row[i] = reinterpret_cast<const char*>(keys(n + i < count ? n + i : count - 1));
-#pragma GCC unroll 8
-    for (int i = 0; i < kMicroRows; ++i) fetch();
+    fetch(kMicroRows * Words);
     const auto part = [&](int at, int depth, auto join) __attribute__((always_inline)) {
       vf acc[kMicroRows][NV];
       accumulate<Matrix, NV>(acc, qt + at * NV * kLanes, depth,
@@ -150,13 +155,14 @@ __attribute__((noinline)) void multiply_scores(KeyRows keys, int count, const in
 // Dims [0, dims) of the output; `dims` is a multiple of kMicroRows. V panels are `panel_stride`
 // words apart; `depth` counts words. A tile's sum starts from zero and is added to the rescaled
 // output at the end: one chain of additions over 1024 keys had 1.6 times the error, and a separate
-// pass for rescaling cost 1.5 %.
-template <class Matrix, int NV>
+// pass for rescaling cost 1.5 %. `fetch(words)` is called before so many words of V are multiplied.
+template <class Matrix, int NV, class Fetch>
 __attribute__((noinline)) void multiply_values(const int32_t* panels, int64_t panel_stride,
                                                int dims, int depth, const int32_t* pt,
-                                               const float* alpha, float* o) {
+                                               const float* alpha, float* o, Fetch fetch) {
   for (int d = 0; d < dims; d += kMicroRows) {
     const int32_t* v = panels + d / kPanel * panel_stride + d % kPanel;
+    fetch(kMicroRows * depth);
     const auto part = [&](int at, int count, auto join) __attribute__((always_inline)) {
       vf acc[kMicroRows][NV];
       accumulate<Matrix, NV>(acc, pt + at * NV * kLanes, count,

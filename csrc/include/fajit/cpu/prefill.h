@@ -78,26 +78,37 @@ class Prefill {
   using KeyRows = decltype(static_cast<const KvRows*>(nullptr)->keys());
   using ValueRows = decltype(static_cast<const KvRows*>(nullptr)->values());
 
-  // Prefetches the rows of K and then of V of the next tile one by one during the products of this
-  // tile, evenly over its blocks: called once for each key and block. Without it, copying and
-  // packing them took 4 % of the time in fp32 and 10 % in bf16, with it 1 % and 5 % (D128, S4096, a
-  // Xeon with AMX, sampled by hand).
+  // Prefetches the rows of K and then of V of the next tile by pieces during the products of this
+  // tile, evenly over their work: `operator()` is called with the words of K or V that were
+  // multiplied. Without it, copying and packing them took 4 % of the time in fp32 and 10 % in bf16,
+  // with it 1 % and 5 % (D128, S4096, a Xeon with AMX, sampled by hand).
   struct NextRows {
+    static constexpr int kBytesK = elements_of<K>(Config::kHeadDim) * sizeof(K),
+                         kBytesV = elements_of<V>(Config::kHeadDimV) * sizeof(V);
+    static constexpr int kPieceK = piece_of(kBytesK), kPieceV = piece_of(kBytesV);
+    static constexpr int kPiecesK = (kBytesK + kPieceK - 1) / kPieceK,
+                         kPiecesV = (kBytesV + kPieceV - 1) / kPieceV;
     KeyRows k;
     ValueRows v;
-    int count, blocks;  // keys of the next tile; blocks of query rows
+    int count;     // keys of the next tile
+    int64_t work;  // words that this tile's products multiply
     // Values that are the first dims of keys came with them: without their prefetches, 16 and 32
     // rows of bf16 (latent attention, 576 + 512) took 0.94 of the time (Zen 4, by hand).
-    bool same_rows = same_address(k(0), v(0));
-    int due = 0, fetched = 0;
-    FAJIT_INLINE void operator()() {
-      for (due += same_rows ? 1 : 2; due >= blocks; due -= blocks, ++fetched) {
-        if (fetched < count) {
-          prefetch_row<elements_of<K>(Config::kHeadDim) * sizeof(K)>(k(fetched));
-        } else if (!same_rows && fetched < 2 * count) {
-          prefetch_row<elements_of<V>(Config::kHeadDimV) * sizeof(V)>(v(fetched - count));
-        }
+    int pieces = count * (kPiecesK + (same_address(k(0), v(0)) ? 0 : kPiecesV));
+    int fetched = 0;
+    int64_t due = 0;
+    FAJIT_INLINE void operator()(int words) {
+      for (due += int64_t{words} * pieces; due >= work; due -= work) {
+        if (fetched >= pieces) continue;
+        if (const int i = fetched - count * kPiecesK; i < 0)
+          prefetch_row<kPieceK>(at<kPieceK>(k(fetched / kPiecesK), fetched % kPiecesK));
+        else prefetch_row<kPieceV>(at<kPieceV>(v(i / kPiecesV), i % kPiecesV));
+        ++fetched;
       }
+    }
+    template <int Bytes>
+    static FAJIT_INLINE const char* at(const void* row, int piece) {
+      return static_cast<const char*>(row) + piece * Bytes;
     }
   };
 
@@ -180,7 +191,7 @@ class Prefill {
     for (KvTile tile; walk.next(tile);) {
       const int count = tile.end - tile.begin, left = walk.left();
       NextRows next{kv_.keys().from(count, 0), kv_.values().from(count, 0),
-                    left < kTileKv ? left : kTileKv, num_blocks};
+                    left < kTileKv ? left : kTileKv, num_blocks * Products::work(count)};
       run_keys(w, tile, blocks, num_blocks, next);
     }
 
@@ -340,16 +351,16 @@ class Prefill {
 
     const float scale = kNaturalUnits<Hooks> ? c_.args->scale : c_.args->scale * kLog2e;
     const int64_t row0 = int64_t{block.first} * kLanes;
-    Products::template multiply_scores<NV>(k, n0, n1, qt_ + row0 * kWords, s_,
-                                           [&]() __attribute__((always_inline)) { next(); });
+    const auto fetch = [&](int words) __attribute__((always_inline)) { next(words); };
+    Products::template multiply_scores<NV>(k, n0, n1, qt_ + row0 * kWords, s_, fetch);
     alignas(64) float alpha[NV * kLanes];
     soften(block, states, n0, n1, scale, alpha);
     if constexpr (Products::kByParts)
       if (by_parts(num_blocks))
         return Products::template pack_and_multiply_values<NV>(
             values_, n0, n1, p_, alpha, o_ + row0 * kOutDims,
-            [&](int n) { return matrix_value(n); });
-    Products::template multiply_values<NV>(values_, n0, n1, p_, alpha, o_ + row0 * kOutDims);
+            [&](int n) { return matrix_value(n); }, fetch);
+    Products::template multiply_values<NV>(values_, n0, n1, p_, alpha, o_ + row0 * kOutDims, fetch);
   }
 
   // Sets the states of the chunks of a tile for one block and shrinks [n0, n1) to the chunks that

@@ -12,8 +12,10 @@
 //   kByParts       whether there is pack_and_multiply_values
 //   pack(count, words, row)         V of keys [0, count); `row(n)` is valid until row(n + kHeld)
 //   multiply_scores<NV>(keys, n0, n1, qt, s, fetch)
-//   multiply_values<NV>(words, n0, n1, p, alpha, o)
-//                  of keys [n0, n1), n0 a multiple of kStep; scores are not scaled
+//   multiply_values<NV>(words, n0, n1, p, alpha, o, fetch)
+//                  of keys [n0, n1), n0 a multiple of kStep; scores are not scaled;
+//                  fetch(words): called with the words of K or V that were multiplied
+//   work(count)    words of K and V that both products of a block multiply
 #pragma once
 #include <fajit/cpu/pack.h>
 #if FAJIT_AMX
@@ -47,23 +49,26 @@ struct VectorProducts {
     fajit::multiply_scores<Matrix, NV, kWords>(keys.from(n0, 0), n1 - n0, qt,
                                                s + int64_t{n0} * NV * kLanes, fetch);
   }
-  template <int NV>
+  template <int NV, class Fetch>
   static FAJIT_INLINE void multiply_values(const int32_t* words, int n0, int n1, const int32_t* p,
-                                           const float* alpha, float* o) {
+                                           const float* alpha, float* o, Fetch fetch) {
     const int64_t first = n0 / kPack;
     fajit::multiply_values<Matrix, NV>(words + first * kPanel, kPanelStride, kOutDims,
                                        (n1 - n0 + kPack - 1) / kPack, p + first * NV * kLanes,
-                                       alpha, o);
+                                       alpha, o, fetch);
+  }
+  static constexpr int64_t work(int count) {
+    return int64_t{count} * kWords + int64_t{kOutDims} * ((count + kPack - 1) / kPack);
   }
   // multiply_values of rows that nothing else is multiplied with, packed by parts that stay in L1.
   // `row(n)`: row n of V, in the matrix dtype.
   static constexpr int64_t kPartBytes = 12288;
   static constexpr int kPartPanels =
       kPartBytes < 4 * kPanelStride ? 1 : static_cast<int>(kPartBytes / (4 * kPanelStride));
-  template <int NV, class Row>
+  template <int NV, class Row, class Fetch>
   static FAJIT_INLINE void pack_and_multiply_values(int32_t* words, int n0, int n1,
                                                     const int32_t* p, const float* alpha, float* o,
-                                                    Row row) {
+                                                    Row row, Fetch fetch) {
     const int count = n1 - n0, depth = (count + kPack - 1) / kPack;
     for (int first = 0; first < kPanels; first += kPartPanels) {
       const int left = kPanels - first, panels = left < kPartPanels ? left : kPartPanels;
@@ -72,7 +77,7 @@ struct VectorProducts {
                           [&](int n) { return row(n0 + n) + d; });
       fajit::multiply_values<Matrix, NV>(
           words, kPanelStride, dims < panels * kPanel ? dims : panels * kPanel, depth,
-          p + n0 / kPack * NV * kLanes, alpha, o + int64_t{d} * NV * kLanes);
+          p + n0 / kPack * NV * kLanes, alpha, o + int64_t{d} * NV * kLanes, fetch);
     }
   }
 };
@@ -105,9 +110,9 @@ struct TileProducts {
                                            float* s, Fetch fetch) {
     tile_scores<NV, kWords>(keys(n0), n1 - n0, qt, s + int64_t{n0} * NV * kLanes, fetch);
   }
-  template <int NV>
+  template <int NV, class Fetch>
   static FAJIT_INLINE void multiply_values(const int32_t* words, int n0, int n1, int32_t* p,
-                                           const float* alpha, float* o) {
+                                           const float* alpha, float* o, Fetch fetch) {
     // Words of keys past the last one are multiplied with zeros of V, but may be NaN: clear them.
     const int steps = (n1 - n0 + kTileDepth - 1) / kTileDepth;
     const int first = (n1 + 1) / 2 * NV * kLanes, end = (n0 / 2 + steps * 16) * NV * kLanes;
@@ -121,7 +126,11 @@ struct TileProducts {
       }
     }
     tile_values<NV, kOutDims / 16>(words + n0 / kTileDepth * kStepWords, steps,
-                                   p + n0 / 2 * NV * kLanes, o);
+                                   p + n0 / 2 * NV * kLanes, o, fetch);
+  }
+  static constexpr int64_t work(int count) {
+    return int64_t{round_up(count, 16)} * kWords +
+           int64_t{kOutDims} * (round_up(count, kTileDepth) / 2);
   }
 };
 #endif

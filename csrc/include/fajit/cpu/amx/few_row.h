@@ -44,10 +44,22 @@ class TileStream {
 template <int Dim>
 constexpr int kPairStride = Dim + (Dim % 256 == 0 ? 16 : 0);
 
-// Rows of V as the products read them, [pair of keys][kPairStride] words of two keys, dims in the
-// order that `ordered_dims` undoes. Pairs are packed a few at a time, during the products of K:
-// both wait for L2 most of the time. Keys from `count` on have weight 0, but their values must not
-// be NaN: they repeat the last key, up to a multiple of 32.
+// Words of dims [d, d + Dims) of two rows of V, in the order that `ordered_dims` undoes.
+template <int Dim, int Dims, class Value>
+FAJIT_INLINE void pair_rows(const Value* even, const Value* odd, int d, int32_t* words) {
+#pragma GCC unroll 8
+  for (int i = 0; i < Dims; i += 32) {
+    vi x[2];
+    ValueStep<bfloat16_t, Value, Dim>::load(even, odd, d + i, x);
+    store(words + i, x[0]);
+    store(words + i + 16, x[1]);
+  }
+}
+
+// Rows of V as the products read them, [pair of keys][kPairStride] words of two keys. Pairs are
+// packed a few at a time, during the products of K: both wait for L2 most of the time. Keys from
+// `count` on have weight 0, but their values must not be NaN: they repeat the last key, up to a
+// multiple of 32.
 template <int Dim, class ValueRows>
 class PairedValues {
  public:
@@ -56,19 +68,10 @@ class PairedValues {
 
   // The next `pairs` pairs.
   FAJIT_INLINE void next(int pairs) {
-    using Value = typename ValueRows::Element;
-    using Step = ValueStep<bfloat16_t, Value, Dim>;
     for (; pairs > 0 && left_ > 0; --pairs, --left_) {
-      const Value* even = v_(at_ < last_ ? at_ : last_);
-      const Value* odd = v_(at_ < last_ ? at_ + 1 : last_);
+      pair_rows<Dim, Dim>(v_(at_ < last_ ? at_ : last_), v_(at_ < last_ ? at_ + 1 : last_), 0,
+                          words_);
       at_ += 2;
-#pragma GCC unroll 8
-      for (int d = 0; d < Dim; d += 32) {
-        vi x[2];
-        Step::load(even, odd, d, x);
-        store(words_ + d, x[0]);
-        store(words_ + d + 16, x[1]);
-      }
       words_ += kPairStride<Dim>;
     }
   }
@@ -80,17 +83,25 @@ class PairedValues {
   int left_, at_ = 0;
 };
 
-// Rows [n, n + 16) of K for a tile: in place when they are bf16 and evenly spaced, else in `copy`.
-// Rows from `count` on repeat the last row.
+// Bytes from a row to the next of rows [n, n + 16) of K where a tile can load them in place: bf16,
+// evenly spaced. Otherwise 0.
+template <class KeyRows>
+FAJIT_INLINE int64_t even_stride(const KeyRows& k, int n) {
+  if (!same<typename KeyRows::Element, bfloat16_t>) return 0;
+  const auto* const first = k(n);
+  const int64_t stride = k(n + 1) - first;
+  int64_t uneven = 0;
+  for (int i = 2; i < 16; ++i) uneven |= (k(n + i) - first) ^ (i * stride);
+  return uneven == 0 ? stride * 2 : 0;
+}
+
+// Rows [n, n + 16) of K for a tile: in place where they can be, else in `copy`. Rows from `count`
+// on repeat the last row.
 template <int Dim, class KeyRows>
 FAJIT_INLINE TileRows tile_keys(const KeyRows& k, int n, int count, bfloat16_t* copy) {
-  if (same<typename KeyRows::Element, bfloat16_t> && n + 16 <= count) {
-    const auto* const first = k(n);
-    const int64_t stride = k(n + 1) - first;
-    int64_t uneven = 0;
-    for (int i = 2; i < 16; ++i) uneven |= (k(n + i) - first) ^ (i * stride);
-    if (uneven == 0) return {reinterpret_cast<const char*>(first), stride * 2};
-  }
+  if (n + 16 <= count)
+    if (const int64_t stride = even_stride(k, n))
+      return {reinterpret_cast<const char*>(k(n)), stride};
   for (int i = 0; i < 16; ++i) {
     const auto* const row = k(n + i < count ? n + i : count - 1);
 #pragma GCC unroll 8
@@ -99,25 +110,71 @@ FAJIT_INLINE TileRows tile_keys(const KeyRows& k, int n, int count, bfloat16_t* 
   return {reinterpret_cast<const char*>(copy), Dim * 2};
 }
 
+// st[key][row] of 64 keys from key n on, in four accumulators: a product takes 52 clocks to finish,
+// so two leave the unit idle (0.8 of the time, 576 dims). False where a tile cannot load its rows
+// in place.
+template <int Dim, class KeyRows, class Between>
+FAJIT_INLINE bool four_score_tiles(const KeyRows& k, int n, const int32_t* qt, float* st,
+                                   Between between) {
+  const int64_t stride = even_stride(k, n);
+  const char* rows[4];
+  bool even = stride != 0;
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = reinterpret_cast<const char*>(k(n + 16 * i));
+    even &= even_stride(k, n + 16 * i) == stride;
+  }
+  if (!even) return false;
+  tile_zero<0>();
+  tile_zero<1>();
+  tile_zero<2>();
+  tile_zero<3>();
+  const char* q = reinterpret_cast<const char*>(qt);
+#pragma GCC unroll 1
+  for (int d = 0; d < Dim * 2; d += 64) {
+    tile_load<4>(q, 64);
+    tile_load<5>(rows[0] + d, stride);
+    tile_multiply<0, 5, 4>();
+    tile_load<6>(rows[1] + d, stride);
+    tile_multiply<1, 6, 4>();
+    between();
+    tile_load<7>(rows[2] + d, stride);
+    tile_multiply<2, 7, 4>();
+    tile_load<5>(rows[3] + d, stride);
+    tile_multiply<3, 5, 4>();
+    between();
+    q += 1024;
+  }
+  tile_store<0>(st, 64);
+  tile_store<1>(st + 256, 64);
+  tile_store<2>(st + 512, 64);
+  tile_store<3>(st + 768, 64);
+  return true;
+}
+
 // s[row * s_stride + key] = scale * q[row] . k[key] for keys [0, count), count rounded up to 32,
 // and rows [0, rows) of 16 NB. `qt`: rows of Q, transposed by words, [Dim / 2][16 NB].
-// `between()` is called kScoreSteps<Dim> times for 32 keys.
+// `between()` is called kScoreSteps<Dim> times for 32 keys. Full: all tiles have 16 rows.
 template <int Dim>
 constexpr int kScoreSteps = Dim / 32;
-template <int NB, int Dim, class KeyRows, class Stream, class Between>
+template <int NB, int Dim, bool Full, class KeyRows, class Stream, class Between>
 FAJIT_INLINE void score_blocks(KeyRows k, int count, const int32_t* qt, int rows, float scale,
                                float* s, int s_stride, Stream& stream, Between between) {
   constexpr int width = 16 * NB;
   alignas(64) bfloat16_t copy[32 * Dim];
-  alignas(64) float st[32 * width];
-  for (int n = 0; n < count; n += 32) {
-    zero_tiles<2, NB>();
-    multiply_tiles<2, NB>(
-        tile_keys<Dim>(k, n, count, copy), tile_keys<Dim>(k, n + 16, count, copy + 16 * Dim),
-        {reinterpret_cast<const char*>(qt), width * 4}, kScoreSteps<Dim>, between);
-    store_tiles<2, NB>(st, width * 4);
+  alignas(64) float st[64 * width];
+  for (int n = 0, done; n < count; n += done) {
+    done = 32;
+    if (Full && NB == 1 && n + 64 <= count && four_score_tiles<Dim>(k, n, qt, st, between)) {
+      done = 64;
+    } else {
+      zero_tiles<2, NB>();
+      multiply_tiles<2, NB>(
+          tile_keys<Dim>(k, n, count, copy), tile_keys<Dim>(k, n + 16, count, copy + 16 * Dim),
+          {reinterpret_cast<const char*>(qt), width * 4}, kScoreSteps<Dim>, between);
+      store_tiles<2, NB>(st, width * 4);
+    }
 #pragma GCC unroll 1
-    for (int half = 0; half < 32; half += 16)
+    for (int half = 0; half < done; half += 16)
 #pragma GCC unroll 1
       for (int first = 0; first < rows; first += 16) {
         stream.next(1);
@@ -169,23 +226,76 @@ FAJIT_INLINE void value_blocks(const int32_t* words, int count, const int32_t* p
   }
 }
 
-// score_blocks and value_blocks for up to 32 rows: one block of 16 or two.
-template <int Dim, class KeyRows, class Stream, class Between>
-FAJIT_INLINE void tile_few_scores(KeyRows k, int count, const int32_t* qt, int rows, float scale,
-                                  float* s, int s_stride, Stream& stream, Between between) {
-  if (rows <= 16) {
-    score_blocks<1, Dim>(k, count, qt, rows, scale, s, s_stride, stream, between);
-  } else {
-    score_blocks<2, Dim>(k, count, qt, rows, scale, s, s_stride, stream, between);
+// value_blocks where all tiles have 16 rows, of rows of V that are not packed: 64 keys and 64 / NA
+// dims of them at a time, in L1 (`words`: kPartWords). Both products then read K and V from L2
+// twice, and nothing of them is written there; O, which is as large as the L1, is read and written
+// once in `count` keys.
+constexpr int kPartWords = 32 * 64;
+template <int NA, int Dim, class ValueRows, class Stream>
+FAJIT_INLINE void value_parts(const ValueRows& v, int count, const int32_t* p, int p_stride,
+                              float* o, int32_t* words, Stream& stream) {
+  constexpr int64_t stride = Dim * 4, dims = 64 / NA;
+  const int last = count - 1;
+#pragma GCC unroll 1
+  for (int d = 0; d < Dim; d += dims) {
+    load_tiles<2, 2>(o + d, stride, NA == 1 ? 128 : 16 * stride);
+#pragma GCC unroll 1
+    for (int n = 0; n < count; n += 64) {
+      const int end = count - n < 64 ? (count - n + 31) / 32 * 32 : 64;
+#pragma GCC unroll 1
+      for (int i = 0; i < end; i += 2) {
+        const int at = n + i;
+        pair_rows<Dim, dims>(v(at < last ? at : last), v(at < last ? at + 1 : last), d,
+                             words + i / 2 * dims);
+      }
+      stream.next(3);
+#pragma GCC unroll 1
+      for (int i = 0; i < end; i += 32) {
+        const int32_t* const weights = p + (n + i) / 2;
+        const int32_t* const part = words + i / 2 * dims;
+        if constexpr (NA == 1) {
+          tile_load<7>(weights, p_stride * 4);
+          tile_load<4>(part, dims * 4);
+          tile_multiply<0, 7, 4>();
+          tile_load<5>(part + 16, dims * 4);
+          tile_multiply<1, 7, 5>();
+          tile_load<6>(part + 32, dims * 4);
+          tile_multiply<2, 7, 6>();
+          tile_load<4>(part + 48, dims * 4);
+          tile_multiply<3, 7, 4>();
+        } else {
+          multiply_tiles<2, 2>(
+              {reinterpret_cast<const char*>(weights), p_stride * 4},
+              {reinterpret_cast<const char*>(weights + 16 * p_stride), p_stride * 4},
+              {reinterpret_cast<const char*>(part), dims * 4}, 1, [] {});
+        }
+      }
+    }
+    store_tiles<2, 2>(o + d, stride, NA == 1 ? 128 : 16 * stride);
   }
 }
-template <int Dim, class Stream>
-FAJIT_INLINE void tile_few_values(const int32_t* words, int count, const int32_t* p, int rows,
-                                  int p_stride, float* o, Stream& stream) {
-  if (rows <= 16) {
-    value_blocks<1, Dim>(words, count, p, p_stride, o, stream);
+
+// score_blocks, value_blocks and value_parts for up to 32 rows: one block of 16 or two.
+template <int Dim, bool Full, class KeyRows, class Stream, class Between>
+FAJIT_INLINE void tile_few_scores(KeyRows k, int count, const int32_t* qt, int rows, float scale,
+                                  float* s, int s_stride, Stream& stream, Between between) {
+  if (rows <= 16)
+    score_blocks<1, Dim, Full>(k, count, qt, rows, scale, s, s_stride, stream, between);
+  else score_blocks<2, Dim, Full>(k, count, qt, rows, scale, s, s_stride, stream, between);
+}
+// `v`: rows of V. `words`: room for a part of them (Parts), or for pairs of all, `packed` or not
+// yet.
+template <int Dim, bool Parts, class ValueRows, class Stream>
+FAJIT_INLINE void tile_few_values(const ValueRows& v, [[maybe_unused]] bool packed, int count,
+                                  const int32_t* p, int rows, int p_stride, float* o,
+                                  int32_t* words, Stream& stream) {
+  if constexpr (Parts) {
+    if (rows <= 16) value_parts<1, Dim>(v, count, p, p_stride, o, words, stream);
+    else value_parts<2, Dim>(v, count, p, p_stride, o, words, stream);
   } else {
-    value_blocks<2, Dim>(words, count, p, p_stride, o, stream);
+    if (!packed) PairedValues<Dim, ValueRows>(v, count, words).next(count + 31);
+    if (rows <= 16) value_blocks<1, Dim>(words, count, p, p_stride, o, stream);
+    else value_blocks<2, Dim>(words, count, p, p_stride, o, stream);
   }
 }
 

@@ -12,7 +12,8 @@
 namespace fajit {
 
 // Keys [0, count) against a block of rows; not scaled. `keys`: contiguous rows of `Words` words;
-// `keys` and `s` have room for count rounded up to 16. `fetch()` is called once for each key.
+// `keys` and `s` have room for count rounded up to 16. `fetch(words)` is called with the words of K
+// that were multiplied.
 template <int NV, int Words, class Fetch>
 __attribute__((noinline)) void tile_scores(const void* keys, int count, const int32_t* qt, float* s,
                                            Fetch fetch) {
@@ -22,9 +23,7 @@ __attribute__((noinline)) void tile_scores(const void* keys, int count, const in
   const TileRows queries{reinterpret_cast<const char*>(qt), stride};
   const auto part = [&](auto tiles, int n) __attribute__((always_inline)) {
     constexpr int steps = Words / 16;
-    const auto fetch_some = [&]() __attribute__((always_inline)) {
-      for (int i = 0; i < (16 * tiles.value + steps - 1) / steps; ++i) fetch();
-    };
+    const auto fetch_some = [&]() __attribute__((always_inline)) { fetch(256 * tiles.value); };
     const char* first = k + n * key_bytes;
     zero_tiles<tiles.value, NV>();
     multiply_tiles<tiles.value, NV>({first, key_bytes}, {first + 16 * key_bytes, key_bytes},
@@ -36,10 +35,10 @@ __attribute__((noinline)) void tile_scores(const void* keys, int count, const in
   if (n < count) part(Tiles<1>{}, n);
 }
 
-// O^T += V^T P^T for `Blocks` blocks of 16 dims and `steps` of 32 keys.
-template <int NV, int Blocks>
+// O^T += V^T P^T for `Blocks` blocks of 16 dims and `steps` of 32 keys. `fetch` as above.
+template <int NV, int Blocks, class Fetch>
 __attribute__((noinline)) void tile_values(const int32_t* vt, int steps, const int32_t* pt,
-                                           float* o) {
+                                           float* o, Fetch fetch) {
   static_assert(NV <= 2 && Blocks % 2 == 0);
   constexpr int64_t tile_bytes = 1024, stride = NV * 64;
   const char* weights = reinterpret_cast<const char*>(pt);
@@ -51,7 +50,8 @@ __attribute__((noinline)) void tile_values(const int32_t* vt, int steps, const i
     for (int k = 0; k < steps; ++k)
       multiply_tiles<2, NV>({v + k * Blocks * tile_bytes, 64},
                             {v + (k * Blocks + 1) * tile_bytes, 64},
-                            {weights + k * 16 * stride, stride}, 1, [] {});
+                            {weights + k * 16 * stride, stride}, 1,
+                            [&]() __attribute__((always_inline)) { fetch(512); });
     store_tiles<2, NV>(out, stride);
   }
 }

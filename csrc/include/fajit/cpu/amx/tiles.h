@@ -61,7 +61,7 @@ FAJIT_INLINE void tile_multiply() {
 }
 
 // Zero, load or store the tiles that `multiply_tiles` accumulates into. `stride`: bytes between
-// rows.
+// rows; `second`: from the tiles of A's first rows to those of its second.
 template <int NA, int NB>
 FAJIT_INLINE void zero_tiles() {
   tile_zero<0>();
@@ -70,20 +70,28 @@ FAJIT_INLINE void zero_tiles() {
   if constexpr (NA == 2 && NB == 2) tile_zero<3>();
 }
 template <int NA, int NB>
-FAJIT_INLINE void load_tiles(const float* c, int64_t stride) {
+FAJIT_INLINE void load_tiles(const float* c, int64_t stride, int64_t second) {
   const char* at = reinterpret_cast<const char*>(c);
   tile_load<0>(at, stride);
   if constexpr (NB == 2) tile_load<1>(at + 64, stride);
-  if constexpr (NA == 2) tile_load<2>(at + 16 * stride, stride);
-  if constexpr (NA == 2 && NB == 2) tile_load<3>(at + 16 * stride + 64, stride);
+  if constexpr (NA == 2) tile_load<2>(at + second, stride);
+  if constexpr (NA == 2 && NB == 2) tile_load<3>(at + second + 64, stride);
 }
 template <int NA, int NB>
-FAJIT_INLINE void store_tiles(float* c, int64_t stride) {
+FAJIT_INLINE void load_tiles(const float* c, int64_t stride) {
+  load_tiles<NA, NB>(c, stride, 16 * stride);
+}
+template <int NA, int NB>
+FAJIT_INLINE void store_tiles(float* c, int64_t stride, int64_t second) {
   char* at = reinterpret_cast<char*>(c);
   tile_store<0>(at, stride);
   if constexpr (NB == 2) tile_store<1>(at + 64, stride);
-  if constexpr (NA == 2) tile_store<2>(at + 16 * stride, stride);
-  if constexpr (NA == 2 && NB == 2) tile_store<3>(at + 16 * stride + 64, stride);
+  if constexpr (NA == 2) tile_store<2>(at + second, stride);
+  if constexpr (NA == 2 && NB == 2) tile_store<3>(at + second + 64, stride);
+}
+template <int NA, int NB>
+FAJIT_INLINE void store_tiles(float* c, int64_t stride) {
+  store_tiles<NA, NB>(c, stride, 16 * stride);
 }
 
 // Address of the first of 16 rows of a tile, and the bytes between rows.
