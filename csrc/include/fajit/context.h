@@ -24,6 +24,8 @@ FAJIT_FN int64_t load_global(const int64_t* p) {
 }
 #endif
 
+struct PairSquares;  // cpu/hooks/pair_squares.h
+
 struct Context {
   const fajit_args* args = nullptr;
   // Not read through args: a CUDA kernel has them among its parameters.
@@ -34,6 +36,10 @@ struct Context {
   // Where rows of several requests share keys: the request whose storage holds these keys. Negative
   // where each row reads the keys of its own request.
   int32_t kv_request = -1;
+#if !defined(__CUDACC__)
+  // Where hooks keep what they have read of params of rows and keys; null where each pair is read.
+  PairSquares* squares = nullptr;
+#endif
 
   Context() = default;
   FAJIT_FN explicit Context(const fajit_args* a)

@@ -9,7 +9,7 @@ factors: `tanh(score / cap)` is one multiplication of q . k, by scale / cap.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from functools import partial
@@ -60,7 +60,8 @@ class Statement:
 class Block:
     """The statements of one hook. uniforms: for CUDA only. raw: for CUDA, ``s`` is the score
     before the scale, and products wait. starts: names of the addresses or offsets at which gathered
-    rows start, by node. products: value and factor of the products that wait, by their names."""
+    rows start, by node. products: value and factor of the products that wait, by their names.
+    squares: for CPUs, the texts of loads of a row and a key that are read by squares."""
 
     prefix: str
     tensors: Sequence[TensorParam]
@@ -71,6 +72,7 @@ class Block:
     starts: dict[int, str] = field(default_factory=dict)
     products: dict[str, tuple[str, str]] = field(default_factory=dict)
     positive: set[str] = field(default_factory=set)
+    squares: list[str] = field(default_factory=list)
     _texts: dict[str, str] = field(default_factory=dict)
 
     def level_of(self, name: str) -> Level:
@@ -300,6 +302,7 @@ def _lower_gather(
     slot = node.int_attr("slot")
     param, cuda = block.tensors[slot], block.uniforms is not None
     sums: dict[Level, str] = {}
+    dims: dict[Level, list[int]] = {}
     for dim, index in enumerate(indices):
         if param.strides[dim] == "0":
             continue
@@ -312,6 +315,7 @@ def _lower_gather(
         if level in sums:
             name = block.emit(f"ops::add({sums[level]}, {name})", [sums[level], name])
         sums[level] = name
+        dims.setdefault(level, []).append(dim)
     names = [sums[level] for level in sorted(sums)]
     tag, tensor = TAG[param.dtype], f"c.tensor({slot})"
     if cuda:
@@ -321,6 +325,8 @@ def _lower_gather(
     else:
         total = names[0] if names else "INT64_C(0)"
         for name in names[1:]:
+            if name == names[-1] and not node.shape and _by_squares(param, dims):
+                return [_load_of_pair(block, tag, tensor, dims[Level.KEY][0], total, name)]
             total = block.emit(f"ops::add({total}, {name})", [total, name])
     load, uses = "read" if cuda else "load", [total]
     if not node.shape:
@@ -331,6 +337,36 @@ def _lower_gather(
         block.emit(f"ops::{load}_at<{tag}>({tensor}, {total}, {dim}, {i})", uses)
         for i in range(length)
     ]
+
+
+_MOST_SQUARES = 2
+_SQUARE_DTYPES = ("float32", "int32", "float16", "bfloat16", "bool")
+
+
+def _by_squares(param: TensorParam, dims: Mapping[Level, Sequence[int]]) -> bool:
+    """Whether a load at a row and a key has the keys adjacent: a bias or a mask of every pair.
+
+    dims: the dims that each level indexes.
+    """
+    keys = dims.get(Level.KEY, ())
+    return (
+        param.dtype in _SQUARE_DTYPES
+        and set(dims) - {Level.UNIFORM} == {Level.ROW, Level.KEY}
+        and [param.strides[d] for d in keys] == ["1"]
+    )
+
+
+def _load_of_pair(block: Block, tag: str, tensor: str, dim: int, row: str, key: str) -> str:
+    """A load whose offset is the sum of a row's and of a key's, which indexes `dim`."""
+    text = f"{tensor}, {dim}, {row}, {key}"
+    if text not in block.squares and len(block.squares) < _MOST_SQUARES:
+        block.squares.append(text)
+    if text not in block.squares:
+        total = block.emit(f"ops::add({row}, {key})", [row, key])
+        return block.emit(f"ops::load<{tag}>({tensor}, {total})", [total])
+    # score_mod and mask_mod have squares of their own.
+    slot = block.squares.index(text) + (_MOST_SQUARES if block.prefix == "m_" else 0)
+    return block.emit(f"ops::load_pair<{tag}, {slot}>(c, {text})", [row, key])
 
 
 def needed(block: Block, roots: Sequence[str], through_host: bool = False) -> list[Statement]:

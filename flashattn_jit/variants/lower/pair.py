@@ -73,6 +73,11 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
             "  // Whether `keys` depends on b: rows of several requests then have their own.\n"
             f"  static constexpr bool kKeysReadRequest = {reads};"
         )
+        squares = "true" if any(block.squares for block, _ in hooks) else "false"
+        flags.append(
+            "  // Whether hooks read a param at rows and keys (cpu/hooks/pair_squares.h).\n"
+            f"  static constexpr bool kPairSquares = {squares};"
+        )
         by_head = "true" if _mask_reads_head(variant) else "false"
         flags.append(
             "  // Whether `mask` depends on h: the heads of a token then visit other keys.\n"

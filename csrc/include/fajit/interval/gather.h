@@ -92,6 +92,28 @@ FAJIT_SHARED void scan(Hull<T>& hull, const typename E::Storage* least,
   }
 }
 
+// `scan` of adjacent bytes that are 0 or 1, eight at a time; another byte counts as 0 and 1, which
+// proves nothing. The loop of `scan` is scalar up to a vector of 64 bytes.
+template <class T>
+FAJIT_SHARED void scan_bools(Hull<T>& hull, const uint8_t* x, int64_t n) {
+  constexpr uint64_t ones = 0x0101010101010101;
+  uint64_t any = 0, all = ones;
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    uint64_t word;
+    __builtin_memcpy(&word, x + i, 8);
+    any |= word;
+    all &= word;
+  }
+  for (; i < n; ++i) {
+    any |= x[i];
+    all &= x[i] | ~uint64_t(0xff);
+  }
+  hull.lo = all == ones && (!hull.some || hull.lo != 0);
+  hull.hi = any != 0 || (hull.some && hull.hi != 0);
+  hull.some = true;
+}
+
 // Indices of a gather: negative ones wrap, then all are clamped into the dim.
 FAJIT_SHARED Interval i_index(Interval x, int64_t size) {
   if (x.hi < 0) {
@@ -145,8 +167,9 @@ FAJIT_SHARED bool each_row(const fajit_tensor& t, Tables tables, const Interval*
 }
 
 // The hull of t[at]. `tables`: the lo and the hi table of dim Scan (none where they are not worth
-// it). Returns false, without visiting any element, if the box is too large.
-template <class E, int Rank, int Scan>
+// it). Returns false, without visiting any element, if the box is too large. Truth: whether 0 and
+// not 0 are told apart alone.
+template <class E, int Rank, int Scan, bool Truth = false>
 FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor& t, Tables tables,
                               const Interval* index) {
   using V = typename E::Value;
@@ -174,6 +197,13 @@ FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor&
     return each_row<Rank, Scan>(
         t, Tables{tables.lo, by_table}, at, [&](int64_t offset, int64_t table_offset) {
           const S* row = data + offset;
+          if constexpr (Truth && kVectorised && sizeof(S) == 1) {
+            if (hull.some && hull.lo == 0 && hull.hi != 0) return;  // no entry changes that
+            if (!by_table && stride == 1) {
+              scan_bools(hull, reinterpret_cast<const uint8_t*>(row) + lo, hi + 1 - lo);
+              return;
+            }
+          }
           // The entries before the first whole block and after the last one, or all entries.
           const int64_t first = (lo + kBlock - 1) / kBlock, last = (hi + 1) / kBlock;
           FAJIT_ROLLED
@@ -202,7 +232,7 @@ FAJIT_SHARED Interval i_gather(const fajit_tensor& t, Tables tables, const Inter
 template <class E, int Rank, int Scan>
 FAJIT_SHARED Tri t_gather(const fajit_tensor& t, Tables tables, const Interval* index) {
   Hull<typename E::Value> hull;
-  if (!gather_hull<E, Rank, Scan>(hull, t, tables, index)) return {true, false};
+  if (!gather_hull<E, Rank, Scan, true>(hull, t, tables, index)) return {true, false};
   return {hull.hi != 0, hull.lo != 0};
 }
 

@@ -2,6 +2,7 @@
 // vectors, loads of params, slots of keys, and reductions over a row.
 #pragma once
 #include <fajit/cpu/hooks/hook_vectors.h>
+#include <fajit/cpu/hooks/pair_squares.h>
 #include <fajit/cpu/vector/fast_math.h>
 #include <fajit/cpu/vector/load_row.h>
 #include <fajit/hook_ops.h>
@@ -70,6 +71,26 @@ template <class D, class O> FAJIT_INLINE auto load(const fajit_tensor& t, O offs
     if constexpr (same<D, dt::i32>) return gather32(static_cast<const int32_t*>(t.ptr), offset);
   }
   return each_lane(element, offset);
+}
+
+// The element at the sum of the offsets of a row and of a key, which indexes `dim`, whose stride is
+// 1. A slot of `c.squares` has one param and one set of rows.
+template <class D, int Slot, class R, class K>
+FAJIT_INLINE auto load_pair(const Context& c, const fajit_tensor& t, [[maybe_unused]] int dim,
+                            R row, K key) {
+  if constexpr (same<R, vl> && !is_vector<K>) {
+    decltype(load<D>(t, row)) r;
+    static_assert(sizeof(r) == sizeof(vi));
+    if (const int64_t size = t.sizes[dim]; c.squares != nullptr && size >= kLanes) {
+      PairSquares& squares = *c.squares;
+      if (uint64_t(key - squares.first[Slot]) >= kLanes)
+        read_square<D, Slot>(t, size, row, key, squares);
+      const vi words = fajit::load<vi>(squares.words[Slot] + (key - squares.first[Slot]) * kLanes);
+      __builtin_memcpy(&r, &words, sizeof r);
+      return r;
+    }
+  }
+  return load<D>(t, add(row, key));
 }
 
 // The element `i` steps along `dim` after `offset`.
