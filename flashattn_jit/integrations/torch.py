@@ -13,6 +13,7 @@ entry, and would evict a FlashAttention 3 or 4 of CUDA tensors.
 
 from __future__ import annotations
 
+import bisect
 import math
 import threading
 import warnings
@@ -21,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ..codegen.spec import default_target, host_target, matrix_dtype
+from ..codegen.targets import has_amx
 from ..errors import InputError
 from ..ops.attention import run_dense
 from ..ops.sdpa import ADD, CAUSAL, FULL
@@ -33,18 +36,38 @@ _MAX_HEAD_DIM = 256  # longer rows were not compared with torch's
 _DTYPES = (_FP32, torch.bfloat16, torch.float16)
 
 
-def least_flops(dtype: torch.dtype, q_len: int, grouped: bool) -> float:
-    """The floating-point operations of the smallest call in which the engine is faster.
+_COLUMNS = (1, 8, 32)  # query rows: 1, 2 to 8, 9 to 32, more
+_LEAST_MFLOP = {
+    "float32": (30, 30, 400, 50),
+    "16 bits": (0.5, 8, 8, 8),
+    "16 bits, in fp32": (0.5, 10, 200, 8),
+    # On CPUs with AMX torch's own products of bf16 are fast.
+    "bf16 on AMX": (30, 30, 40, 100),
+    "bf16, AMX not used": (30, 30, 1000, 50),
+}
+"""The smallest calls, in 1e6 floating-point operations, in which the engine is at least as fast as
+torch: `python -m benchmarks.activate --only borders` on 2 cores of a Zen 4 and of a Xeon with AMX,
+each CPU target on its own. The engine's fixed cost is higher than torch's (10 to 20 us), and torch
+is faster over a few rows whose keys are in cache."""
+_LEAST_GROUPED_MFLOP = (4, 16, 16, 16)  # at most these where heads share keys
 
-    The engine's fixed cost is higher than torch's, and torch is faster over 2 to 32 query rows of
-    fp32 whose keys are in cache: `python -m benchmarks.activate --only borders` (2 cores of a
-    Zen 4).
-    """
-    if dtype != _FP32:
-        return 5e5 if q_len == 1 else 8e6
-    if q_len == 1:
-        return 4e6
-    return 16e6 if q_len > 32 or grouped else 50e6
+
+def least_flops(dtype: torch.dtype, q_len: int, grouped: bool) -> float:
+    """The floating-point operations of the smallest call in which the engine is faster."""
+    column = bisect.bisect_left(_COLUMNS, q_len)
+    least = _LEAST_MFLOP[_kind(dtype)][column]
+    return 1e6 * (min(least, _LEAST_GROUPED_MFLOP[column]) if grouped else least)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """The row of `_LEAST_MFLOP` for calls in this dtype."""
+    if dtype == _FP32:
+        return "float32"
+    target = default_target()
+    if dtype == torch.bfloat16 and has_amx(host_target()):
+        return "bf16 on AMX" if has_amx(target) else "bf16, AMX not used"
+    in_fp32 = matrix_dtype(target, str(dtype).removeprefix("torch.")) == "float32"
+    return "16 bits, in fp32" if in_fp32 else "16 bits"
 
 
 class _AddToKeys(Variant):

@@ -186,12 +186,24 @@ def test_small_calls_are_torchs(calls: Calls, monkeypatch: pytest.MonkeyPatch) -
         assert calls.served == served
 
 
-def test_what_is_too_small_depends_on_the_call() -> None:
-    fp32, bf16 = torch.float32, torch.bfloat16
+def test_what_is_too_small_depends_on_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
     least = integration.least_flops
-    assert least(bf16, 1, False) < least(fp32, 1, False) < least(bf16, 2, False)
-    assert least(fp32, 2, False) == least(fp32, 32, False) > least(fp32, 2, True)
-    assert least(fp32, 2, True) == least(fp32, 33, False) == least(fp32, 33, True)
+    assert least(fp16, 1, False) < least(fp32, 1, False) == least(fp32, 8, False)
+    assert least(fp32, 9, False) == least(fp32, 32, False) > least(fp32, 33, False)
+    assert least(fp32, 2, True) < least(fp32, 2, False)
+    for host, target, as_fp16 in (
+        ("cpu:avx512_bf16", "cpu:avx512_bf16", False),
+        ("cpu:avx2", "cpu:avx2", True),
+        ("cpu:amx_bf16", "cpu:amx_bf16", False),
+        ("cpu:amx_bf16", "cpu:avx512_bf16", False),
+    ):
+        monkeypatch.setattr(integration, "host_target", lambda host=host: host)
+        monkeypatch.setattr(integration, "default_target", lambda target=target: target)
+        assert (least(bf16, 12, False) == least(fp16, 12, False)) == as_fp16
+        # torch is fast where the CPU has AMX, whatever the engine's target is.
+        assert (least(bf16, 1, False) > least(fp16, 1, False)) == (host == "cpu:amx_bf16")
+        assert least(bf16, 1, True) <= 4e6
 
 
 def test_a_chosen_backend_stays(calls: Calls) -> None:
