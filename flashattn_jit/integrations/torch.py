@@ -14,6 +14,7 @@ entry, and would evict a FlashAttention 3 or 4 of CUDA tensors.
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import threading
 import warnings
@@ -55,16 +56,15 @@ _LEAST_GROUPED_MFLOP = (4, 16, 16, 16)  # at most these where heads share keys
 def least_flops(dtype: torch.dtype, q_len: int, grouped: bool) -> float:
     """The floating-point operations of the smallest call in which the engine is faster."""
     column = bisect.bisect_left(_COLUMNS, q_len)
-    least = _LEAST_MFLOP[_kind(dtype)][column]
+    kind = "float32" if dtype == _FP32 else _kind(dtype, default_target(), host_target())
+    least = _LEAST_MFLOP[kind][column]
     return 1e6 * (min(least, _LEAST_GROUPED_MFLOP[column]) if grouped else least)
 
 
-def _kind(dtype: torch.dtype) -> str:
-    """The row of `_LEAST_MFLOP` for calls in this dtype."""
-    if dtype == _FP32:
-        return "float32"
-    target = default_target()
-    if dtype == torch.bfloat16 and has_amx(host_target()):
+@functools.cache
+def _kind(dtype: torch.dtype, target: str, host: str) -> str:
+    """The row of `_LEAST_MFLOP` for calls in a dtype of 16 bits."""
+    if dtype == torch.bfloat16 and has_amx(host):
         return "bf16 on AMX" if has_amx(target) else "bf16, AMX not used"
     in_fp32 = matrix_dtype(target, str(dtype).removeprefix("torch.")) == "float32"
     return "16 bits, in fp32" if in_fp32 else "16 bits"
@@ -260,12 +260,9 @@ def _is_served(
     """Whether a call of torch's fused attention is for this engine; torch refuses bad arguments."""
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         return False
-    batch, heads, q_len, head_dim = query.shape
-    flops = 4 * batch * heads * q_len * key.shape[2] * head_dim
-    if flops < least_flops(query.dtype, q_len, key.shape[1] != heads):
-        return False
     if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:
         return False
+    batch, heads, q_len, head_dim = query.shape
     if head_dim > _MAX_HEAD_DIM or value.shape[3] != head_dim:
         return False
     if attn_mask is not None and (
@@ -276,10 +273,15 @@ def _is_served(
         return False
     if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
         return False
-    if not torch.is_grad_enabled():
-        return True
-    with_mask = attn_mask is not None and attn_mask.requires_grad
-    return not (with_mask or query.requires_grad or key.requires_grad or value.requires_grad)
+    if torch.is_grad_enabled() and (
+        (attn_mask is not None and attn_mask.requires_grad)
+        or query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+    ):
+        return False
+    flops = 4 * batch * heads * q_len * key.shape[2] * head_dim
+    return flops >= least_flops(query.dtype, q_len, key.shape[1] != heads)
 
 
 def _with_mask(mask: torch.Tensor) -> tuple[Variant, dict[str, object]]:

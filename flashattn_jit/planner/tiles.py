@@ -111,12 +111,14 @@ class PrefillTiles:
 
     block_rows: rows that the products process at once (csrc/include/fajit/cpu/microkernel.h).
     choices: (blocks in tile_q, tile_kv), the fastest first. l2_bytes: the L2 of a core that the
-    choice is made for.
+    choice is made for. part_keys: the keys whose scores are held at once, besides the weights of
+    all; 0: weights overwrite the scores of all.
     """
 
     block_rows: int
     choices: tuple[tuple[int, int], ...]
     l2_bytes: int
+    part_keys: int = 0
 
 
 _VECTOR_TILES = {
@@ -130,9 +132,12 @@ with 384 x 96 as with 96 x 96 on AVX-512 and 1.2 times on AVX2 (fp32; bf16 1.13 
 benchmarks/cpu_tiles.py, on a Zen 4). Machines with a smaller L2 than l2_bytes run fewer of the rows
 (`item_rows`)."""
 
-_AMX_TILES = PrefillTiles(32, ((8, 128), (4, 128), (2, 128)), 1 << 20)
-"""On AMX a tile packs V once for all its rows, so more rows are faster: 256 x 128 takes 0.94 of the
-time of 128 x 128 and 0.83 of that of 96 x 96 (head_dim 128, benchmarks/cpu_tiles.py)."""
+_AMX_TILES = PrefillTiles(
+    32, ((16, 256), (16, 128), (8, 128), (4, 128), (2, 128)), 2 << 20, part_keys=64
+)
+"""On AMX a tile packs V once for all its rows, so more rows are faster: 512 x 256 takes 0.91 of the
+time of 256 x 128 and 0.84 of that of 128 x 128 (head_dim 128, 2,048 rows and keys, one thread of a
+Xeon, least times, by hand)."""
 
 
 def prefill_tiles(target: str, matrix: str) -> PrefillTiles:
@@ -160,13 +165,17 @@ def scratch_bytes(
     """Bytes that one thread of a prefill kernel accesses again and again in a tile.
 
     tile: (tile_q, tile_kv). Q, K and V as the products read them, the accumulator, and the scores
-    of one block, which its weights overwrite; rows that are read once to be converted do not count.
+    and weights of one block; rows that are read once to be converted do not count.
     """
     (tile_q, tile_kv), (head_dim, head_dim_v) = tile, head_dims
+    tiles = prefill_tiles(target, matrix)
     item = 2 if matrix == "bfloat16" else 4
     q_and_k = (tile_q + tile_kv) * head_dim * item
     values = tile_kv * head_dim_v * item
-    scores = min(tile_q, prefill_tiles(target, matrix).block_rows) * tile_kv * 4
+    key_bytes = tile_kv * 4
+    if tiles.part_keys:
+        key_bytes = min(tile_kv, tiles.part_keys) * 4 + tile_kv * item
+    scores = min(tile_q, tiles.block_rows) * key_bytes
     return q_and_k + values + scores + tile_q * head_dim_v * 4
 
 
@@ -430,8 +439,8 @@ state costs more to write and merge than its keys cost to read."""
 _CPU_LEAST_PART = 256  # keys; a shorter part costs more to merge than it saves
 _CPU_FMAS_PER_CLOCK = {"prefill": 1.5, "few_row": 1.2}
 """Vector multiply-adds per clock, of the two that a core can issue; the softmax takes the rest."""
-_AMX_FMAS_PER_CLOCK = {"prefill": 8.4, "few_row": 4.2}
-"""The same for kernels on AMX tiles: 600 GFLOP/s per core in prefill and 370 with 32 packed rows (a
+_AMX_FMAS_PER_CLOCK = {"prefill": 10.5, "few_row": 4.2}
+"""The same for kernels on AMX tiles: 750 GFLOP/s per core in prefill and 370 with 32 packed rows (a
 clock of 2.6 GHz by /proc/cpuinfo, head_dim 128, measured)."""
 
 READ_BYTES_PER_S_PER_CORE = 20e9

@@ -244,6 +244,15 @@ def test_gradients_are_torchs(calls: Calls, which: str) -> None:
     assert calls.served == (which != "attn_mask")
 
 
+def test_what_is_left_to_torch_does_not_ask_for_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_TARGET", "cpu:bogus")
+    with integration.activate():
+        sdpa(**qkv(torch.float64))
+        sdpa(**qkv(torch.bfloat16, query=torch.randn(B, H, S, D).bfloat16().requires_grad_()))
+        with torch.no_grad(), pytest.raises(fa.errors.EnvironmentVariableError, match="bogus"):
+            sdpa(**qkv(torch.bfloat16))
+
+
 def test_a_parameter_that_is_not_differentiated_is_served(calls: Calls) -> None:
     call = qkv()
     with integration.activate(), torch.no_grad():

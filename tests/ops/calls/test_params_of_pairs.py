@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 import flashattn_jit as fa
+from flashattn_jit.variants.lower.hooks import lower_hooks
+from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
 from tests.ops.cases import HOST_TARGETS
 
@@ -48,6 +52,36 @@ def test_indices_that_are_not_the_position_of_the_key(target: str) -> None:
         return s + t[h, i, j + 60] + t[h, i, j // 3] + t[h, i, 99 - j] * t[h, -1 - i, j - 100]
 
     check(fa.variant(score_mod=score), 40, 97)
+
+
+@pytest.mark.parametrize("shape", [(0, 100), (0, 40, 100), (40, 0)], ids=str)
+def test_params_without_entries_are_zero(target: str, shape: tuple[int, ...]) -> None:
+    t = torch.empty(shape)
+    mod = fa.variant(score_mod=lambda s, b, h, i, j: s + (t[i, j] if t.dim() == 2 else t[b, i, j]))
+    q, k, v = (torch.randn(1, 2, n, 16) for n in (40, 100, 100))
+    torch.testing.assert_close(fa.attention(q, k, v, mod), fa.attention(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("index", "by_squares"),
+    [
+        (lambda j, off: j, True),
+        (lambda j, off: off.int() + j, True),
+        (lambda j, off: j + 3, True),
+        (lambda j, off: off + j - 2, True),
+        (lambda j, off: 99 - j, False),
+        (lambda j, off: j * 7 % 100, False),
+        (lambda j, off: j + j, False),
+    ],
+    ids=["j", "off.int() + j", "j + 3", "off + j - 2", "99 - j", "j * 7 % 100", "j + j"],
+)
+def test_fp32_params_are_read_by_squares_where_keys_go_up(
+    index: Callable[[Tensor, Tensor], Tensor], by_squares: bool
+) -> None:
+    t, off = param(4, 40, 100), torch.tensor([5])
+    mod = fa.variant(score_mod=lambda s, b, h, i, j: s + t[h, i, index(j, off[b])])
+    bound = mod.bind(Dims(1, 4, 4, 40, 100, 16, 16))
+    assert ("ops::load_pair" in lower_hooks(bound.ir)) == by_squares
 
 
 def test_more_params_than_squares_in_both_hooks(target: str) -> None:

@@ -50,6 +50,21 @@ struct Dot<bfloat16_t> {
 };
 #endif
 
+// While it lives, results below 2^-126 are 0 in this thread, as they are in `vdpbf16ps` and in
+// products of AMX tiles. A vector with a denormal result takes 150 clocks: keys far from a row with
+// ALiBi have such weights, and took most of its time.
+class FlushDenormals {
+ public:
+  FlushDenormals() { __builtin_ia32_ldmxcsr(before_ | 0x8000); }
+  ~FlushDenormals() { __builtin_ia32_ldmxcsr(before_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+ private:
+  const unsigned before_ = __builtin_ia32_stmxcsr();
+};
+struct NoSession {};
+
 // K and V rows are prefetched this far ahead of the one in use, a row at a step, into L2: a core
 // can have more misses outstanding there (48 and 64 on Xeons with AMX and on Zen 4) than in L1 (16
 // and 24). Without prefetching, decode reaches 65-70 % of the machine's read bandwidth, because the
@@ -72,7 +87,8 @@ FAJIT_INLINE void prefetch_row(const void* p) {
     __builtin_prefetch(static_cast<const char*>(p) + i, 0, kPrefetchLocality);
 }
 
-// The largest number of bytes up to 256, a multiple of 64, whose multiple a row of `bytes` is.
+// Rows of `bytes` bytes, in lines of 64, are prefetched by equal pieces: the size of a piece, at
+// most four lines.
 constexpr int piece_of(int bytes) {
   const int lines = (bytes + 63) / 64;
   return 64 * (lines % 4 == 0 ? 4 : lines % 3 == 0 ? 3 : lines % 2 == 0 ? 2 : 1);
@@ -121,7 +137,7 @@ FAJIT_INLINE void settle() { asm volatile("" ::: "memory"); }
 
 // Keys [0, count) against a block of rows. `keys(n)`: row n; `s` has room for count rounded up to
 // kMicroRows. Rows past `count` are not read, the last one is used instead. `fetch(words)` is
-// called before so many words of K are multiplied.
+// called with the words of K that each part multiplies.
 template <class Matrix, int NV, int Words, class KeyRows, class Fetch>
 __attribute__((noinline)) void multiply_scores(KeyRows keys, int count, const int32_t* qt, float* s,
                                                Fetch fetch) {
@@ -155,7 +171,7 @@ __attribute__((noinline)) void multiply_scores(KeyRows keys, int count, const in
 // Dims [0, dims) of the output; `dims` is a multiple of kMicroRows. V panels are `panel_stride`
 // words apart; `depth` counts words. A tile's sum starts from zero and is added to the rescaled
 // output at the end: one chain of additions over 1024 keys had 1.6 times the error, and a separate
-// pass for rescaling cost 1.5 %. `fetch(words)` is called before so many words of V are multiplied.
+// pass for rescaling cost 1.5 %. `fetch(words)` as above.
 template <class Matrix, int NV, class Fetch>
 __attribute__((noinline)) void multiply_values(const int32_t* panels, int64_t panel_stride,
                                                int dims, int depth, const int32_t* pt,

@@ -6,8 +6,10 @@
 //       V rows: packed for the products, once for all row blocks
 //       for each block of up to kMaxVectors vectors of rows
 //         classify chunks of kChunk keys of a partial tile: trim, and mask where partial
-//         S^T = K Q^T            products.h             L1: Q^T block
-//         hooks, mask, max, exp, sum, P^T               L1: S^T, P^T
+//         for each part of the key tile
+//           S^T = K Q^T          products.h             L1: Q^T block
+//           hooks, mask, max; where a base of the weights changes, O^T of the parts before
+//           exp, sum, P^T                               L1: S^T, P^T
 //         O^T = alpha O^T + V^T P^T  products.h         L1: P^T, packed V streams from L2
 //   normalise, transpose, sink, output_mod, cast
 //
@@ -55,9 +57,14 @@ class Prefill {
   static constexpr int kChunk = 32;  // keys classified together in a partial tile
   static_assert(kChunk % Products::kStep == 0);
   static constexpr int kChunks = (kTileKv + kChunk - 1) / kChunk;
+  static constexpr int kPartKeys = Products::kPartKeys;
+  static constexpr bool kParts = kPartKeys < kTileKv;
+  static_assert(!kParts || kPartKeys % kChunk == 0);
 
   static constexpr bool kKeysInPlace = Products::kKeysAnywhere && same<K, Matrix> &&
                                        !Hooks::kKeyMod && Config::kHeadDim % kPack == 0;
+  static constexpr bool kKeysInTiles =
+      !Products::kKeysAnywhere && same<K, Matrix> && !Hooks::kKeyMod && Config::kHeadDim == kKRow;
   static constexpr bool kValuesInPlace =
       same<V, Matrix> && !Hooks::kValueMod && Config::kHeadDimV == kVRow;
   // Hooks that only decode rows are not called: 128 rows of latents with scales of groups took 0.63
@@ -80,8 +87,8 @@ class Prefill {
   using ValueRows = decltype(static_cast<const KvRows*>(nullptr)->values());
 
   // Prefetches the rows of K and then of V of the next tile by pieces during the products of this
-  // tile, evenly over their work: `operator()` is called with the words of K or V that were
-  // multiplied. Without it, copying and packing them took 4 % of the time in fp32 and 10 % in bf16,
+  // tile, evenly over their work: `operator()` is called with the words of K or V that each part
+  // multiplies. Without it, copying and packing them took 4 % of the time in fp32 and 10 % in bf16,
   // with it 1 % and 5 % (D128, S4096, a Xeon with AMX, sampled by hand). Over both products instead
   // of the first alone: 0.93 to 0.97 of the time with 16 to 48 rows (bf16, AVX-512), 0.95 to 0.98
   // on AMX, 1.0 elsewhere (least times of one thread of a Xeon, by hand).
@@ -132,8 +139,9 @@ class Prefill {
       : c_(c),
         qt_(carver.take<int32_t>(uint64_t{kTileRows} * kWords)),
         o_(carver.take<float>(uint64_t{kTileRows} * kOutDims)),
-        s_(carver.take<float>(uint64_t{kKvSlots} * kMaxVectors * kLanes)),
-        p_(reinterpret_cast<int32_t*>(s_)),
+        s_(carver.take<float>(uint64_t{kParts ? kPartKeys : kKvSlots} * kMaxVectors * kLanes)),
+        p_(kParts ? carver.take<int32_t>(uint64_t{kKvSlots} / kPack * kMaxVectors * kLanes)
+                  : reinterpret_cast<int32_t*>(s_)),
         values_(carver.take<int32_t>(Products::kValueWords)),
         k_rows_(kKeysInPlace ? nullptr : carver.take<Matrix>(uint64_t{kKvSlots} * kKRow)),
         key_numbers_(carver.take<float>(kDecodesKeys ? KeyNumbers::kCount * kNumberKeys : 0)),
@@ -257,6 +265,14 @@ class Prefill {
     if constexpr (kKeysInPlace) {
       pack_values(count, b, kv_h, num_blocks);
       run_blocks(tile, blocks, num_blocks, kv_.keys(), next);
+    } else if constexpr (kKeysInTiles) {
+      const auto k = kv_.keys();
+      const typename Products::KeyTiles tiles(k, count, k_rows_, [&](int n) {
+        convert_key<Config, Hooks, kKRow>(c_, b, kv_h, kv_.position(n), k(n),
+                                          k_rows_ + int64_t{n} * kKRow);
+      });
+      pack_values(count, b, kv_h, num_blocks);
+      run_blocks(tile, blocks, num_blocks, tiles, next);
     } else {
       convert_keys(count, b, kv_h);
       pack_values(count, b, kv_h, num_blocks);
@@ -356,18 +372,35 @@ class Prefill {
     int n0 = 0, n1 = tile.end - tile.begin;
     if (!classify_chunks(tile, block.span, states, n0, n1)) return;
 
-    const float scale = kNaturalUnits<Hooks> ? c_.args->scale : c_.args->scale * kLog2e;
     const int64_t row0 = int64_t{block.first} * kLanes;
+    float* const o = o_ + row0 * kOutDims;
     const auto fetch = [&](int words) __attribute__((always_inline)) { next(words); };
-    Products::template multiply_scores<NV>(k, n0, n1, qt_ + row0 * kWords, s_, fetch);
-    alignas(64) float alpha[NV * kLanes];
-    soften(block, states, n0, n1, scale, alpha);
-    if constexpr (Products::kByParts)
-      if (by_parts(num_blocks))
-        return Products::template pack_and_multiply_values<NV>(
-            values_, n0, n1, p_, alpha, o_ + row0 * kOutDims,
-            [&](int n) { return matrix_value(n); }, fetch);
-    Products::template multiply_values<NV>(values_, n0, n1, p_, alpha, o_ + row0 * kOutDims, fetch);
+    const auto add_values = [&](int first, int end, const float* alpha) {
+      if constexpr (Products::kByParts)
+        if (by_parts(num_blocks))
+          return Products::template pack_and_multiply_values<NV>(
+              values_, first, end, p_, alpha, o, [&](int n) { return matrix_value(n); }, fetch);
+      Products::template multiply_values<NV>(values_, first, end, p_, alpha, o, fetch);
+    };
+    // Weights of keys [end, last) are in p_, and their factors for the old outputs in alphas[0]. A
+    // part that changes a base has factors of its own. The last part comes first: where scores grow
+    // towards the row's own position, as with ALiBi, it has the largest ones.
+    alignas(64) float alphas[2][NV * kLanes];
+    int last = n1;
+    for (int end = n1, n; end > n0; end = n) {
+      n = kParts ? n0 + (end - 1 - n0) / kPartKeys * kPartKeys : n0;
+      float* const s = kParts ? s_ - n * NV * kLanes : s_;  // of key 0
+      Products::template multiply_scores<NV>(k, n, end, qt_ + row0 * kWords, s, fetch);
+      float* const alpha = alphas[end != n1];
+      const bool changed = find_bases(block, states, s, n, end, alpha);
+      if (kParts && end != n1 && changed) {
+        add_values(end, last, alphas[0]);
+        last = end;
+        __builtin_memcpy(alphas[0], alpha, sizeof alphas[0]);
+      }
+      weigh_keys(block, s, n, end, alpha);
+    }
+    add_values(n0, last, alphas[0]);
   }
 
   // Sets the states of the chunks of a tile for one block and shrinks [n0, n1) to the chunks that
@@ -396,22 +429,30 @@ class Prefill {
     return true;
   }
 
-  // Hooks and softmax of all vectors of a block: turns scores in s_ into weights in p_ and sets
-  // alpha, the factor for the old sums and outputs. `scale`: factor of the scores, not yet applied.
-  __attribute__((noinline, flatten)) void soften(const Block& block, const uint8_t* states, int n0,
-                                                 int n1, float scale, float* alpha) {
+  // The factor of scores that follows the hooks, and whether all scores were multiplied by the
+  // scale before: a negative scale would turn the -inf of a masked score into +inf, and 0 into NaN.
+  FAJIT_INLINE float scale() const {
+    return kNaturalUnits<Hooks> ? c_.args->scale : c_.args->scale * kLog2e;
+  }
+  FAJIT_INLINE bool scaled_before() const { return !kNaturalUnits<Hooks> && !(scale() > 0.0f); }
+  FAJIT_INLINE float to_base2() const {
+    return kNaturalUnits<Hooks> ? kLog2e : scaled_before() ? 1.0f : scale();
+  }
+
+  // Pass 1 over keys [n0, n1) of a block: hooks, mask, and the bases of the weights. `alpha`: the
+  // factors for the old sums and outputs; whether one of them is not 1. `s`: the scores of key 0.
+  __attribute__((noinline, flatten)) bool find_bases(const Block& block, const uint8_t* states,
+                                                     float* s, int n0, int n1, float* alpha) {
     const int stride = block.count * kLanes;
-    // A negative scale would turn the -inf of a masked score into +inf, and 0 into NaN: such a
-    // scale is applied here, which gives scores in base-2 units.
-    if (!kNaturalUnits<Hooks> && !(scale > 0.0f)) {
-      for (int i = n0 * stride; i < n1 * stride; i += kLanes) store(s_ + i, load(s_ + i) * scale);
-      scale = 1.0f;
+    float factor = scale();
+    if (scaled_before()) {
+      for (int i = n0 * stride; i < n1 * stride; i += kLanes) store(s + i, load(s + i) * factor);
+      factor = 1.0f;
     }
-    const float to_base2 = kNaturalUnits<Hooks> ? kLog2e : scale;
+    bool changed = false;
     for (int j = 0; j < block.count; ++j) {
       const int v = block.first + j;
-      float* s = s_ + j * kLanes;
-      int32_t* p = p_ + j * kLanes;
+      float* const own = s + j * kLanes;
       vf row_scale{};
       if constexpr (Hooks::kPointwiseScale)
         for (int i = 0; i < kLanes; ++i)
@@ -423,24 +464,46 @@ class Prefill {
       if constexpr (kKeysOfRows) {
         if (several_requests_) {
           const RowKeys keys{c_, load<vi>(b_ + v * kLanes), kv_h_, kv_};
-          top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys, row_scale, scale, top);
+          top = hook_chunks(states, own, stride, n0, n1, rows_[v], keys, row_scale, factor, top);
         } else {
-          top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, scale, top);
+          top = hook_chunks(states, own, stride, n0, n1, rows_[v], keys_, row_scale, factor, top);
         }
       } else {
-        top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, scale, top);
+        top = hook_chunks(states, own, stride, n0, n1, rows_[v], keys_, row_scale, factor, top);
       }
-      if constexpr (Hooks::kPointwise) {
-        weigh<Matrix, Hooks>(s, p, stride, n0, n1, vf{}, 0.0f);
-        store(alpha + j * kLanes, splat(1.0f));
-      } else {
-        // A row without a key so far has max -inf: any finite base gives it weights of 0.
-        const vf base = select(top == -kInf, splat(0.0f), top);
-        const vf rescale = weight_exp2<float>((old - base) * to_base2);
-        const vf sum = weigh<Matrix, Hooks>(s, p, stride, n0, n1, base, to_base2);
+      vf rescale = splat(1.0f);
+      if constexpr (!Hooks::kPointwise) {
+        rescale = weight_exp2<float>((old - finite(top)) * to_base2());
+        if constexpr (Products::kRescalesApart) {
+          const vi stays = may_stay(rescale, load(sum_ + v * kLanes));
+          top = select(stays, old, top);
+          rescale = select(stays, splat(1.0f), rescale);
+        }
         store(max_ + v * kLanes, top);
-        store(sum_ + v * kLanes, load(sum_ + v * kLanes) * rescale + sum);
-        store(alpha + j * kLanes, rescale);
+      }
+      store(alpha + j * kLanes, rescale);
+      changed |= any(rescale != 1.0f);
+    }
+    return changed;
+  }
+
+  // A row without a key so far has the base -inf: any finite one gives it weights of 0.
+  static FAJIT_INLINE vf finite(vf base) { return select(base == -kInf, splat(0.0f), base); }
+
+  // Pass 2: scores of keys [n0, n1) become weights in p_, which are added to the sums.
+  __attribute__((noinline)) void weigh_keys(const Block& block, const float* s, int n0, int n1,
+                                            const float* alpha) {
+    const int stride = block.count * kLanes;
+    for (int j = 0; j < block.count; ++j) {
+      const float* const own = s + j * kLanes;
+      int32_t* const p = p_ + j * kLanes;
+      if constexpr (Hooks::kPointwise) {
+        weigh<Matrix, Hooks>(own, p, stride, n0, n1, vf{}, 0.0f);
+      } else {
+        const int v = (block.first + j) * kLanes;
+        const vf sum =
+            weigh<Matrix, Hooks>(own, p, stride, n0, n1, finite(load(max_ + v)), to_base2());
+        store(sum_ + v, load(sum_ + v) * load(alpha + j * kLanes) + sum);
       }
     }
   }
@@ -462,6 +525,8 @@ class Prefill {
                               int n1, Rows rows, const KeysAt& keys, vf row_scale, float scale,
                               vf top) {
     if constexpr (Hooks::kPairSquares) squares_->forget();
+    if constexpr (!Hooks::kMask)
+      return hook_scores<Hooks, false>(c_, s, stride, n0, n1, rows, keys, row_scale, scale, top);
     for (int n = n0; n < n1; n += kChunk) {
       const int end = n + kChunk < n1 ? n + kChunk : n1;
       if constexpr (Hooks::kMask) {
@@ -509,8 +574,8 @@ class Prefill {
   Context c_;
   int32_t* qt_;         // [block][word][row of the block]
   float* o_;            // [block][dim][row of the block]
-  float* s_;            // [key][row of the block]
-  int32_t* p_;          // [key / pack][row of the block]; aliases s_, whose scores are read first
+  float* s_;            // [key of the part][row of the block]
+  int32_t* p_;          // [key / pack][row of the block]; without parts s_, which is read first
   int32_t* values_;     // V in the layout of the products
   Matrix* k_rows_;      // [key][kKRow] when keys are not used in place
   float* key_numbers_;  // [number][key]

@@ -6,15 +6,18 @@
 //   kMaxVectors    vectors of rows in a block
 //   kWords         words of a row of Q and K, padded for the products
 //   kVRow          elements of a row of V, likewise; kOutDims: dims of O
-//   kKvSlots       keys that S and P have room for
+//   kKvSlots       keys that P has room for
+//   kPartKeys      most keys whose scores are computed before their weights
 //   kValueWords    words of a packed tile of V
-//   kKeysAnywhere  K rows may be at any addresses; otherwise they must be contiguous
+//   kKeysAnywhere  K rows may be at any addresses; otherwise contiguous, or of KeyTiles
 //   kByParts       whether there is pack_and_multiply_values
+//   kRescalesApart whether multiply_values reads and writes O once more where an alpha is not 1
 //   pack(count, words, row)         V of keys [0, count); `row(n)` is valid until row(n + kHeld)
 //   multiply_scores<NV>(keys, n0, n1, qt, s, fetch)
 //   multiply_values<NV>(words, n0, n1, p, alpha, o, fetch)
-//                  of keys [n0, n1), n0 a multiple of kStep; scores are not scaled;
-//                  fetch(words): called with the words of K or V that were multiplied
+//                  of keys [n0, n1), n0 a multiple of kStep; scores are not scaled; s and p: of key
+//                  0, with room for the last keys up to a multiple of kStep;
+//                  fetch(words): called with the words of K or V that each part multiplies
 //   work(count)    words of K and V that both products of a block multiply
 #pragma once
 #include <fajit/cpu/pack.h>
@@ -26,17 +29,17 @@ namespace fajit {
 
 template <class Matrix, int Dim, int DimV, int TileKv>
 struct VectorProducts {
-  struct Session {};
   static constexpr int kMaxVectors = fajit::kMaxVectors;
   static constexpr int kPack = Dot<Matrix>::kPack;
+  using Session = Choose<kPack == 2, FlushDenormals, NoSession>;
   static constexpr int kWords = (Dim + kPack - 1) / kPack;
   static constexpr int kVRow = round_up(DimV, kPanel);
   static constexpr int kOutDims = round_up(DimV, kMicroRows);
-  static constexpr int kKvSlots = round_up(TileKv, kMicroRows);
+  static constexpr int kKvSlots = round_up(TileKv, kMicroRows), kPartKeys = kKvSlots;
   static constexpr int64_t kPanelStride = int64_t{(TileKv + kPack - 1) / kPack} * kPanel;
   static constexpr int kPanels = kVRow / kPanel;
   static constexpr uint64_t kValueWords = kPanelStride * kPanels;
-  static constexpr bool kKeysAnywhere = true, kByParts = true;
+  static constexpr bool kKeysAnywhere = true, kByParts = true, kRescalesApart = false;
   static constexpr int kHeld = 2, kStep = 2;
 
   template <class Row>
@@ -90,10 +93,18 @@ struct TileProducts {
   static constexpr int kWords = round_up(Dim, kTileDepth) / 2;
   static constexpr int kVRow = round_up(DimV, kTileDepth);
   static constexpr int kOutDims = kVRow;
-  static constexpr int kKvSlots = round_up(TileKv, kTileDepth);
-  static constexpr uint64_t kStepWords = kVRow * (kTileDepth / 2);
-  static constexpr uint64_t kValueWords = kStepWords * (kKvSlots / kTileDepth);
-  static constexpr bool kKeysAnywhere = false, kByParts = false;
+  // Scores of 64 keys stay in L1, which K and V stream through, while O is read and written once in
+  // a tile: parts of 64 in tiles of 256 keys take 0.82 of the time of 128 keys at once (D128, in
+  // L2, least times of one thread of a Xeon, by hand).
+  static constexpr int kKvSlots = round_up(TileKv, kTileDepth), kPartKeys = 64;
+  // V^T of 32 dims is contiguous, a step of 32 keys after the other: 2 KB of each step, a multiple
+  // of 4 KB apart, would share half of the sets of the L1.
+  static constexpr int kStepWords = 2 * 16 * 16;
+  static constexpr int64_t kPairWords = int64_t{kStepWords} * (kKvSlots / kTileDepth);
+  static constexpr int kPairs = kVRow / 32;
+  static constexpr uint64_t kValueWords = kPairWords * kPairs;
+  // Rescaling O where a base rises by less than what matters took 5 % of the time (D128).
+  static constexpr bool kKeysAnywhere = false, kByParts = false, kRescalesApart = true;
   static constexpr int kHeld = kTileDepth, kStep = kTileDepth;
 
   template <class Row>
@@ -102,13 +113,40 @@ struct TileProducts {
     for (int n = 0; n < count; n += kTileDepth) {
       const bfloat16_t* rows[kTileDepth];
       for (int i = 0; i < kTileDepth; ++i) rows[i] = n + i < count ? row(n + i) : zero;
-      pack_value_tiles<kVRow / 16>(rows, words + n / kTileDepth * kStepWords);
+      pack_value_tiles<kPairs, kPairWords>(rows, words + n / kTileDepth * kStepWords);
     }
   }
-  template <int NV, class KeyRows, class Fetch>
-  static FAJIT_INLINE void multiply_scores(KeyRows keys, int n0, int n1, const int32_t* qt,
+  // The rows of K of a key tile, 16 at a time: in place where a tile can load them there, else in
+  // `copy`, of contiguous rows, which `convert(n)` writes. Copying all took 3 % of the time with
+  // 512 rows, 5 % with 64 (heads of a token side by side).
+  class KeyTiles {
+   public:
+    template <class KeyRows, class Convert>
+    FAJIT_INLINE KeyTiles(const KeyRows& k, int count, const bfloat16_t* copy, Convert convert) {
+      for (int n = 0; n < count; n += 16) {
+        const int64_t stride = n + 16 <= count ? even_stride(k, n) : 0;
+        const bfloat16_t* const rows = copy + n * kWords * 2;
+        tiles_[n / 16] = {reinterpret_cast<const char*>(rows), kWords * 4};
+        if (stride > 0) {
+          tiles_[n / 16] = {reinterpret_cast<const char*>(k(n)), stride};
+          continue;
+        }
+        for (int i = n; i < count && i < n + 16; ++i) convert(i);
+      }
+    }
+    FAJIT_INLINE const TileRows& operator()(int n) const { return tiles_[n / 16]; }
+
+   private:
+    TileRows tiles_[kKvSlots / 16];
+  };
+  template <int NV, class Tiles, class Fetch>
+  static FAJIT_INLINE void multiply_scores(const Tiles& k, int n0, int n1, const int32_t* qt,
                                            float* s, Fetch fetch) {
-    tile_scores<NV, kWords>(keys(n0), n1 - n0, qt, s + int64_t{n0} * NV * kLanes, fetch);
+    const auto tile = [&](int n) __attribute__((always_inline)) {
+      if constexpr (same<Tiles, KeyTiles>) return k(n);
+      else return TileRows{reinterpret_cast<const char*>(k(n)), kWords * 4};
+    };
+    tile_scores<NV, kWords>(tile, n0, n1, qt, s, fetch);
   }
   template <int NV, class Fetch>
   static FAJIT_INLINE void multiply_values(const int32_t* words, int n0, int n1, int32_t* p,
@@ -125,8 +163,8 @@ struct TileProducts {
         store(at, load(at) * factor);
       }
     }
-    tile_values<NV, kOutDims / 16>(words + n0 / kTileDepth * kStepWords, steps,
-                                   p + n0 / 2 * NV * kLanes, o, fetch);
+    tile_values<NV, kPairs, kPairWords>(words + n0 / kTileDepth * kStepWords, steps,
+                                        p + n0 / 2 * NV * kLanes, o, fetch);
   }
   static constexpr int64_t work(int count) {
     return int64_t{round_up(count, 16)} * kWords +

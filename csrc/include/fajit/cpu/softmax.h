@@ -11,8 +11,10 @@
 
 namespace fajit {
 
-// 2^x for x up to 0 or a rounding error above, -inf (gives 0) or NaN. Relative error, with
-// rounding: fp32 1.8e-7; bf16 3.4e-6, a thousandth of its ulp.
+// 2^x for x up to 8, -inf (gives 0) or NaN. Relative error, with rounding: fp32 1.8e-7;
+// bf16 3.4e-6, a thousandth of its ulp. Weights below 2^-126 are 0: a denormal result takes 150
+// clocks (bf16: `FlushDenormals`).
+constexpr float kLeastExponent = -100.0f;
 template <class Matrix>
 FAJIT_INLINE vf weight_exp2(vf x) {
 #if FAJIT_AVX == 512
@@ -28,10 +30,14 @@ FAJIT_INLINE vf weight_exp2(vf x) {
   } else {
     const vf p = math::poly(r, 0x1.e96912p-10f, 0x1.277c1cp-7f, 0x1.c91c10p-5f, 0x1.ebdb6ap-3f,
                             0x1.62e4bap-1f, 1.0f);
-    return math::scale2(p, x);
+    constexpr int not_less = 5;  // also NaN
+    const uint16_t normal = __builtin_ia32_cmpps512_mask(x, splat(kLeastExponent), not_less, -1, 4);
+    vf weight;
+    asm("vscalefps %2, %1, %0%{%3%}%{z%}" : "=v"(weight) : "v"(p), "v"(x), "Yk"(normal));
+    return weight;
   }
 #else
-  const vf y = max(splat(-125.0f), x);
+  const vf y = max(splat(kLeastExponent), x);
   const vf n = round_even(y);
   const vf r = y - n;
   vf p;
@@ -41,7 +47,7 @@ FAJIT_INLINE vf weight_exp2(vf x) {
     p = math::exp2_poly(r);
   }
   const vf scaled = as_float(as_int(p) + (to_int(n) << 23));
-  return select(x < -125.0f, splat(0.0f), scaled);
+  return select(x < kLeastExponent, splat(0.0f), scaled);
 #endif
 }
 
@@ -71,6 +77,14 @@ template <class Hooks>
 constexpr float kToBase2 = kNaturalUnits<Hooks> ? kLog2e : 1.0f;
 template <class Hooks>
 constexpr float kToNatural = kNaturalUnits<Hooks> ? 1.0f : kLn2;
+
+// Whether the base of a row's weights may stay although a larger score calls for one at which the
+// weights so far, whose sum is `sum`, would be multiplied by `rescale`: if they are 16 times the
+// new largest weight, or more. A weight above 1 is rounded to bf16, where the largest would be
+// exact: an error of at most 2^-9 of a 16th of the output.
+FAJIT_INLINE vi may_stay(vf rescale, vf sum) {
+  return (rescale >= 0x1p-8f) & (sum * rescale >= 16.0f);
+}
 
 // The largest of `top` and of s for keys [n0, n1). Four maxima, because each waits for the
 // one before: with one, this pass took 11 % of the time of bf16 prefill on AMX tiles (D128, S4096,

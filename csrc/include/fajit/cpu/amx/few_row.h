@@ -83,18 +83,6 @@ class PairedValues {
   int left_, at_ = 0;
 };
 
-// Bytes from a row to the next of rows [n, n + 16) of K where a tile can load them in place: bf16,
-// evenly spaced. Otherwise 0.
-template <class KeyRows>
-FAJIT_INLINE int64_t even_stride(const KeyRows& k, int n) {
-  if (!same<typename KeyRows::Element, bfloat16_t>) return 0;
-  const auto* const first = k(n);
-  const int64_t stride = k(n + 1) - first;
-  int64_t uneven = 0;
-  for (int i = 2; i < 16; ++i) uneven |= (k(n + i) - first) ^ (i * stride);
-  return uneven == 0 ? stride * 2 : 0;
-}
-
 // Rows [n, n + 16) of K for a tile: in place where they can be, else in `copy`. Rows from `count`
 // on repeat the last row.
 template <int Dim, class KeyRows>

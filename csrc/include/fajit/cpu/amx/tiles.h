@@ -39,6 +39,9 @@ class TileUnit {
   ~TileUnit() { asm volatile("tilerelease"); }
   TileUnit(const TileUnit&) = delete;
   TileUnit& operator=(const TileUnit&) = delete;
+
+ private:
+  FlushDenormals flush_;
 };
 
 template <int T>
@@ -99,6 +102,18 @@ struct TileRows {
   const char* first;
   int64_t stride;
 };
+
+// Bytes from a row to the next of rows [n, n + 16) of K where a tile can load them in place: bf16,
+// evenly spaced. Otherwise 0.
+template <class KeyRows>
+FAJIT_INLINE int64_t even_stride(const KeyRows& k, int n) {
+  if (!same<typename KeyRows::Element, bfloat16_t>) return 0;
+  const auto* const first = k(n);
+  const int64_t stride = k(n + 1) - first;
+  int64_t uneven = 0;
+  for (int i = 2; i < 16; ++i) uneven |= (k(n + i) - first) ^ (i * stride);
+  return uneven == 0 ? stride * 2 : 0;
+}
 
 // C += A B for NA x NB tiles, C in registers 0..3 row by row, over `steps` of depth. A step
 // advances A by 64 bytes and B by 16 rows; the NB tiles of B are 64 bytes apart. `between()` is

@@ -81,7 +81,8 @@ FAJIT_INLINE auto load_pair(const Context& c, const fajit_tensor& t, [[maybe_unu
   if constexpr (same<R, vl> && !is_vector<K>) {
     decltype(load<D>(t, row)) r;
     static_assert(sizeof(r) == sizeof(vi));
-    if (const int64_t size = t.sizes[dim]; c.squares != nullptr && size >= kLanes) {
+    const int64_t size = t.sizes[dim];
+    if (c.squares != nullptr && size >= kLanes && t.ptr != nullptr) {
       PairSquares& squares = *c.squares;
       if (uint64_t(key - squares.first[Slot]) >= kLanes)
         read_square<D, Slot>(t, size, row, key, squares);
