@@ -207,7 +207,8 @@ def with_cpu_tile(spec: KernelSpec, kind: TileKind) -> KernelSpec:
     matrix = matrix_dtype(spec.target, spec.q_dtype)
     if kind == "few_row":
         tile_q = few_rows(spec.target, spec.q_dtype)
-        wide = spec.head_dim_v >= 256 and on_tiles(spec.target, matrix)
+        padded = -(-spec.head_dim_v // 32) * 32  # `kParts` of csrc/include/fajit/cpu/few_row.h
+        wide = padded >= 256 and padded % 64 == 0 and on_tiles(spec.target, matrix)
         tile_kv = _WIDE_TILE_KV if wide else _FEW_ROW_TILE_KV
         return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=tile_kv)
     tile_q, tile_kv = prefill_tile(spec.target, spec.head_dim, spec.head_dim_v, matrix)

@@ -56,7 +56,9 @@ int run_attention(const fajit_args* a) {
     if (w->request < 0) continue;  // padding
     for (int32_t row = w->row_begin; row < w->row_end; row += Config::kTileQ) {
       const int32_t left = w->row_end - row;
-      kernel.run_tile(w, items, row, left < Config::kTileQ ? left : Config::kTileQ);
+      const bool is_last = left <= Config::kTileQ;
+      kernel.run_tile(w, items, row, is_last ? left : Config::kTileQ,
+                      is_last ? list.after(w, items) : nullptr);
     }
   }
   return FAJIT_OK;

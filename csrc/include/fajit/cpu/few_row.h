@@ -80,8 +80,7 @@ class FewRowKernel {
   static constexpr bool kKeysOfRows = kIndirect && Hooks::kKeysReadRequest;
 
   // Up to this many rows are computed with vectors, more with AMX tiles: one row took 5.7 ms with
-  // vectors; two took 6.1 with tiles and 7.6 with vectors (8 requests of 4,096 keys, 8 KV heads, 2
-  // threads, timed by hand).
+  // vectors, two 6.1 with tiles and 7.6 with vectors (8 requests of 4,096 keys, 8 heads, by hand).
   static constexpr int kVectorRows = 1;
 
   // Codes are multiplied with Q times the scales that their channels have in a block of keys.
@@ -177,8 +176,9 @@ class FewRowKernel {
   static constexpr bool kOnTiles = kTiles, kOnlyIntegers = kIntegerKeys && kIntegerValues;
 
   // Packed rows [row0, row0 + count) of `heads` items, which differ in their kv heads alone: those
-  // from that of the first item on.
-  void run_tile(const fajit_work* items, int heads, int32_t row0, int count) {
+  // from that of the first item on. `next`: the item that may follow, or null.
+  void run_tile(const fajit_work* items, int heads, int32_t row0, int count,
+                const fajit_work* next) {
     const fajit_work& w = items[0];
     const fajit_args& a = *c_.args;
 #if FAJIT_AMX
@@ -188,13 +188,13 @@ class FewRowKernel {
     for (int j = 0; j < heads; ++j) start_head(items[j], head(j), row0, count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
     KvWalk<Config, Hooks, KvRows, kPartialKv> walk(c_, w, span, row0, kv_);
+    kv_.follow(next, c_.group_size());
     int ahead_k = 0, ahead_v = 0;  // rows that are prefetched ahead
     for (KvTile tile; walk.next(tile);) {
       const KeyRows k = kv_.keys();
       const ValueRows v = kv_.values();
-      const int keys = tile.end - tile.begin;
+      const int keys = tile.end - tile.begin, left = keys + walk.left();
       if (!tile.follows) {
-        const int left = keys + walk.left();
         const int least = kTiles && count > kVectorRows ? left > 512 ? kTileKv : kPartialKv : 0;
         ahead_k = heads > 1 ? kTileKv : larger_of(kAheadK, least);
         ahead_v = heads > 1 ? kTileKv : larger_of(kAheadV, least);

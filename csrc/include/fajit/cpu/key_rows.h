@@ -67,12 +67,13 @@ FAJIT_INLINE void each_page(const HeldRows<T>& rows, int first, int count, F f) 
 // (entries of a list that are negative or beyond the request's keys) are skipped.
 //
 // The window reaches up to `kAhead` keys past the tile, so that products can prefetch those rows.
+// It ends with the first rows of the next item: memory then is not idle between short items.
 template <class Config, int kAhead>
 class KeyTable {
   using K = typename Config::K;
   using V = typename Config::V;
-  // Products round a tile up to whole vectors.
-  static constexpr int kRoom = Config::kTileKv + kAhead + kLanes;
+  // Products round a tile up to whole vectors or steps of AMX tiles.
+  static constexpr int kRoom = Config::kTileKv + kAhead + kLanes, kStep = 32;
 
  public:
   explicit KeyTable(Carver& carver)
@@ -84,19 +85,10 @@ class KeyTable {
   // lists.
   void open(const fajit_args& a, const fajit_work& w, int32_t kv_h, int32_t begin, int32_t end) {
     a_ = &a;
-    const int32_t b = w.request;
     listed_ = a.key_blocks != nullptr;
-    first_ = a.kv_first == nullptr ? 0 : a.kv_first[b];
-    kv_len_ = a.kv_len[b];
-    k_base_ = static_cast<const K*>(a.k) + kv_h * a.k_stride[1];
-    v_base_ = static_cast<const V*>(a.v) + kv_h * a.v_stride[1];
-    if (a.page_size > 0) {
-      pages_ = a.page_indices + a.page_indptr[b];
-    } else {
-      const int64_t row0 = a.kv_row0[b];
-      k_base_ += b * a.k_stride[0] + row0 * a.k_stride[2];
-      v_base_ += b * a.v_stride[0] + row0 * a.v_stride[2];
-    }
+    keys_of_ = Source(a, w.request, kv_h);
+    next_count_ = 0;
+    kv_len_ = a.kv_len[w.request];
     k_step_ = a.k_stride[2] * int64_t{sizeof(K)};
     v_step_ = a.v_stride[2] * int64_t{sizeof(V)};
     const vl lanes = __builtin_convertvector(iota(), vl);
@@ -106,6 +98,15 @@ class KeyTable {
     at_ = run_ = begin;
     end_ = run_end_ = end;
     if (listed_) run_end_ = run_;
+  }
+
+  // The item that this thread may do next, or null.
+  void follow(const fajit_work* w, int32_t group_size) {
+    if (listed_ || w == nullptr || w->request < 0) return;
+    next_ = Source(*a_, w->request, w->head_begin / group_size);
+    next_begin_ = w->kv_begin > next_.first ? w->kv_begin : next_.first;
+    const int32_t len = a_->kv_len[w->request], end = w->kv_end < len ? w->kv_end : len;
+    next_count_ = end > next_begin_ ? end - next_begin_ : 0;
   }
 
   // The next tile is logical positions [begin, begin + count); for items without a list.
@@ -168,17 +169,19 @@ class KeyTable {
     while (size_ < slots && (run_ < run_end_ || next_run())) {
       const int room = slots - size_;
       const int32_t count = run_end_ - run_ < room ? run_end_ - run_ : room;
-      append(run_, count);
+      append(keys_of_, run_, count, size_);
+      size_ += count;
       run_ += count;
     }
-    // Prefetches past the last key go to the last key.
-    if (size_ > 0) {
-      const int most = slots + kLanes, wanted = size_ + kAhead + kLanes;
-      for (int i = size_; i < (wanted < most ? wanted : most); ++i) {
-        k_[i] = k_[size_ - 1];
-        v_[i] = v_[size_ - 1];
-      }
+    if (size_ == 0) return;
+    // Past the last key, products read that key again, and prefetches go to the next item, if any.
+    const int most = slots + kLanes, wanted = size_ + kAhead + kLanes;
+    for (int i = size_; i < (wanted < most ? wanted : most); ++i) {
+      k_[i] = k_[size_ - 1];
+      v_[i] = v_[size_ - 1];
     }
+    const int next = round_up(size_, kStep), room = slots - next;
+    if (room > 0) append(next_, next_begin_, next_count_ < room ? next_count_ : room, next);
   }
 
   // Sets the run to the next contiguous existing keys of a list; false at its end.
@@ -192,7 +195,7 @@ class KeyTable {
       const int64_t first = int64_t{a_->key_blocks[entry]} * block;
       int64_t low = first + skipped, high = low + left;
       if (first < 0) continue;
-      low = low < first_ ? first_ : low;
+      low = low < keys_of_.first ? keys_of_.first : low;
       high = high > kv_len_ ? kv_len_ : high;
       if (low >= high) continue;
       run_ = static_cast<int32_t>(low);
@@ -202,54 +205,74 @@ class KeyTable {
     return false;
   }
 
-  // Appends keys [j, j + count), which exist, to the table.
-  FAJIT_INLINE void append(int32_t j, int32_t count) {
+  // Where the keys of a request and a kv head are: in pages, or one after the other.
+  struct Source {
+    Source() = default;
+    Source(const fajit_args& a, int32_t b, int32_t kv_h)
+        : k(static_cast<const K*>(a.k) + kv_h * a.k_stride[1]),
+          v(static_cast<const V*>(a.v) + kv_h * a.v_stride[1]),
+          first(a.kv_first == nullptr ? 0 : a.kv_first[b]) {
+      if (a.page_size > 0) {
+        pages = a.page_indices + a.page_indptr[b];
+      } else {
+        const int64_t row0 = a.kv_row0[b];
+        k += b * a.k_stride[0] + row0 * a.k_stride[2];
+        v += b * a.v_stride[0] + row0 * a.v_stride[2];
+      }
+    }
+    const K* k = nullptr;
+    const V* v = nullptr;
+    const int32_t* pages = nullptr;
+    int32_t first = 0;  // position of its first key
+  };
+
+  // Writes keys [j, j + count), which exist, to the table, from entry `to` on.
+  FAJIT_INLINE void append(const Source& from, int32_t j, int32_t count, int to) {
     const fajit_args& a = *a_;
-    const int32_t size = a.page_size, n = j - first_;
+    const int32_t size = a.page_size, n = j - from.first;
     if (size <= 0) {
-      write_entries(k_base_ + n * a.k_stride[2], v_base_ + n * a.v_stride[2], j, count);
+      write_entries(from.k + n * a.k_stride[2], from.v + n * a.v_stride[2], j, count, to);
       return;
     }
     int32_t at = n / size, slot = n - at * size;
     while (count > 0) {
-      const int32_t named = pages_[at++];
+      const int32_t named = from.pages[at++];
       // An invalid page index must not give an invalid address.
       const int64_t page = named >= 0 && named < a.num_pages ? named : 0;
       const int32_t here = count < size - slot ? count : size - slot;
-      write_entries(k_base_ + page * a.k_stride[0] + slot * a.k_stride[2],
-                    v_base_ + page * a.v_stride[0] + slot * a.v_stride[2], j, here);
+      write_entries(from.k + page * a.k_stride[0] + slot * a.k_stride[2],
+                    from.v + page * a.v_stride[0] + slot * a.v_stride[2], j, here, to);
       j += here;
+      to += here;
       count -= here;
       slot = 0;
     }
   }
 
   // Writes whole vectors: up to kLanes entries past the last one, which the next call overwrites.
-  FAJIT_INLINE void write_entries(const K* k, const V* v, int32_t j, int32_t count) {
+  FAJIT_INLINE void write_entries(const K* k, const V* v, int32_t j, int32_t count, int to) {
     const vl k_at = reinterpret_cast<int64_t>(k) + k_steps_;
     const vl v_at = reinterpret_cast<int64_t>(v) + v_steps_;
     for (int32_t i = 0; i < count; i += kLanes) {
-      store(k_ + size_ + i, k_at + i * k_step_);
-      store(v_ + size_ + i, v_at + i * v_step_);
-      store(position_ + size_ + i, iota() + (j + i));
+      store(k_ + to + i, k_at + i * k_step_);
+      store(v_ + to + i, v_at + i * v_step_);
+      store(position_ + to + i, iota() + (j + i));
     }
-    size_ += count;
   }
 
   const K** k_;
   const V** v_;
   int32_t* position_;
   const fajit_args* a_ = nullptr;
-  const int32_t* pages_ = nullptr;
-  const K* k_base_ = nullptr;
-  const V* v_base_ = nullptr;
-  int64_t k_step_ = 0, v_step_ = 0;  // bytes from a key to the next
-  vl k_steps_{}, v_steps_{};         // lane i: i times these
+  Source keys_of_, next_;
+  int32_t next_begin_ = 0, next_count_ = 0;  // keys of next_
+  int64_t k_step_ = 0, v_step_ = 0;          // bytes from a key to the next
+  vl k_steps_{}, v_steps_{};                 // lane i: i times these
   bool listed_ = false;
-  int32_t first_ = 0, kv_len_ = 0;  // of the request's keys
-  int size_ = 0, used_ = 0;         // entries of the table; of these, keys of the tile
-  int32_t at_ = 0, end_ = 0;        // positions in the key lists not read yet
-  int32_t run_ = 0, run_end_ = 0;   // contiguous keys not in the table yet
+  int32_t kv_len_ = 0;             // of the request's keys
+  int size_ = 0, used_ = 0;        // entries of the table; of these, keys of the tile
+  int32_t at_ = 0, end_ = 0;       // positions in the key lists not read yet
+  int32_t run_ = 0, run_end_ = 0;  // contiguous keys not in the table yet
 };
 
 // The interface of KeyTable for keys at a constant stride; it needs no table.
@@ -267,6 +290,7 @@ class StridedKeys {
     k_ = {static_cast<const K*>(a.k) + row_offset(a.k_stride, b, kv_h, row0), a.k_stride[2]};
     v_ = {static_cast<const V*>(a.v) + row_offset(a.v_stride, b, kv_h, row0), a.v_stride[2]};
   }
+  void follow(const fajit_work*, int32_t) {}  // its rows often follow in memory
   FAJIT_INLINE void seek(int32_t begin, int) { begin_ = begin; }
 
   StridedRows<K> keys() const { return k_.from(begin_, 0); }

@@ -164,7 +164,7 @@ class Prefill {
 
   static constexpr int kMaxHeads = 1;
 
-  void run_tile(const fajit_work* items, int, int32_t row0, int32_t row_count) {
+  void run_tile(const fajit_work* items, int, int32_t row0, int32_t row_count, const fajit_work*) {
     const fajit_work& w = items[0];
     const fajit_args& a = *c_.args;
     if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;

@@ -43,6 +43,11 @@ class WorkList {
     return nullptr;
   }
 
+  // The item after those that were taken, which another thread may do; null at the end.
+  const fajit_work* after(const fajit_work* taken, int items) const {
+    return taken + items < begin_ + count_ ? taken + items : nullptr;
+  }
+
  private:
   int32_t own_cursor_ = 0;
   int32_t* cursor_;

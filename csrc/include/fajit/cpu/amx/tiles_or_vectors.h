@@ -18,9 +18,10 @@ class BothKernels {
   using Session = typename Tiles::Session;
 
   BothKernels(const Context& c, Carver& carver) : vectors_(c, carver), tiles_(c, carver) {}
-  void run_tile(const fajit_work* items, int heads, int32_t row0, int count) {
-    if (count <= Most) vectors_.run_tile(items, heads, row0, count);
-    else tiles_.run_tile(items, heads, row0, count);
+  void run_tile(const fajit_work* items, int heads, int32_t row0, int count,
+                const fajit_work* next) {
+    if (count <= Most) vectors_.run_tile(items, heads, row0, count, next);
+    else tiles_.run_tile(items, heads, row0, count, next);
   }
 
  private:
