@@ -84,6 +84,29 @@ def test_pages_do_not_change_a_bit_of_the_result() -> None:
 
 
 @needs_nvcc
+@pytest.mark.parametrize("target", HOST_TARGETS)
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_a_request_of_nan_changes_no_other(target: str, page_size: int, dtype: torch.dtype) -> None:
+    # A worker prefetches the keys of its next item, whose rows are in the same table.
+    kv_lens = (70, 300, 5, 64, 129, 1, 33, 96)
+    c = cached(((1,) * len(kv_lens), kv_lens), page_size)
+    c = c._replace(q=c.q.to(dtype), k_pages=c.k_pages.to(dtype), v_pages=c.v_pages.to(dtype))
+    variants = (None, fa.SlidingWindow(40))
+    expected = [paged_attention(c.q, c.k_pages, c.v_pages, c.q_indptr, c.paged, v, target=target)[0]
+                for v in variants]  # fmt: skip
+    for bad in range(1, len(kv_lens), 2):
+        for page in range(*c.paged.page_indptr[bad : bad + 2].tolist()):
+            c.k_pages[c.paged.page_indices[page]] = torch.nan
+            c.v_pages[c.paged.page_indices[page]] = torch.inf
+    for variant, wanted in zip(variants, expected, strict=True):
+        found, _ = paged_attention(
+            c.q, c.k_pages, c.v_pages, c.q_indptr, c.paged, variant, target=target
+        )
+        assert torch.equal(found[0::2], wanted[0::2])
+        assert found[1::2].isnan().any(-1).all()
+
+
 def test_hooks_see_logical_positions_and_the_physical_slot() -> None:
     c = cached(DECODE, 16)
     generator = torch.Generator().manual_seed(4)
