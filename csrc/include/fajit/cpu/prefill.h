@@ -60,6 +60,7 @@ class Prefill {
   static constexpr int kPartKeys = Products::kPartKeys;
   static constexpr bool kParts = kPartKeys < kTileKv;
   static_assert(!kParts || kPartKeys % kChunk == 0);
+  static constexpr bool kLateBases = Products::kRescalesApart && !Hooks::kPointwise;
 
   static constexpr bool kKeysInPlace = Products::kKeysAnywhere && same<K, Matrix> &&
                                        !Hooks::kKeyMod && Config::kHeadDim % kPack == 0;
@@ -86,41 +87,9 @@ class Prefill {
   using KeyRows = decltype(static_cast<const KvRows*>(nullptr)->keys());
   using ValueRows = decltype(static_cast<const KvRows*>(nullptr)->values());
 
-  // Prefetches the rows of K and then of V of the next tile by pieces during the products of this
-  // tile, evenly over their work: `operator()` is called with the words of K or V that each part
-  // multiplies. Without it, copying and packing them took 4 % of the time in fp32 and 10 % in bf16,
-  // with it 1 % and 5 % (D128, S4096, a Xeon with AMX, sampled by hand). Over both products instead
-  // of the first alone: 0.93 to 0.97 of the time with 16 to 48 rows (bf16, AVX-512), 0.95 to 0.98
-  // on AMX, 1.0 elsewhere (least times of one thread of a Xeon, by hand).
-  struct NextRows {
-    static constexpr int kBytesK = elements_of<K>(Config::kHeadDim) * sizeof(K),
-                         kBytesV = elements_of<V>(Config::kHeadDimV) * sizeof(V);
-    static constexpr int kPieceK = piece_of(kBytesK), kPieceV = piece_of(kBytesV);
-    static constexpr int kPiecesK = (kBytesK + kPieceK - 1) / kPieceK,
-                         kPiecesV = (kBytesV + kPieceV - 1) / kPieceV;
-    KeyRows k;
-    ValueRows v;
-    int count;     // keys of the next tile
-    int64_t work;  // words that this tile's products multiply
-    // Values that are the first dims of keys came with them: without their prefetches, 16 and 32
-    // rows of bf16 (latent attention, 576 + 512) took 0.94 of the time (Zen 4, by hand).
-    int pieces = count * (kPiecesK + (same_address(k(0), v(0)) ? 0 : kPiecesV));
-    int fetched = 0;
-    int64_t due = 0;
-    FAJIT_INLINE void operator()(int words) {
-      for (due += int64_t{words} * pieces; due >= work; due -= work) {
-        if (fetched >= pieces) continue;
-        if (const int i = fetched - count * kPiecesK; i < 0)
-          prefetch_row<kPieceK>(at<kPieceK>(k(fetched / kPiecesK), fetched % kPiecesK));
-        else prefetch_row<kPieceV>(at<kPieceV>(v(i / kPiecesV), i % kPiecesV));
-        ++fetched;
-      }
-    }
-    template <int Bytes>
-    static FAJIT_INLINE const char* at(const void* row, int piece) {
-      return static_cast<const char*>(row) + piece * Bytes;
-    }
-  };
+  using NextRows =
+      fajit::NextRows<elements_of<K>(Config::kHeadDim) * sizeof(K),
+                      elements_of<V>(Config::kHeadDimV) * sizeof(V), KeyRows, ValueRows>;
 
   static constexpr uint64_t kLineBytes = kQRow * sizeof(Matrix) > Writer::kPaddedV * sizeof(float)
                                              ? kQRow * sizeof(Matrix)
@@ -149,6 +118,7 @@ class Prefill {
         line_(carver.take<char>(uint64_t{kLanes} * kLineBytes)),
         max_(carver.take<float>(kTileRows)),
         sum_(carver.take<float>(kTileRows)),
+        rounded_(carver.take<float>(kLateBases ? kTileRows : 0)),
         h_(carver.take<int32_t>(kTileRows)),
         q_idx_(carver.take<int32_t>(kTileRows)),
         rows_(carver.take<Rows>(kTileVectors)),
@@ -179,6 +149,7 @@ class Prefill {
       if constexpr (kIndirect) b_[i] = row.b;
       max_[i] = -kInf;
       sum_[i] = 0.0f;
+      if constexpr (kLateBases) rounded_[i] = 0.0f;
     }
     if constexpr (kPairHooks)
       for (int j = 0; j < vectors; ++j)
@@ -196,6 +167,8 @@ class Prefill {
     }
     __builtin_memset(o_, 0, sizeof(float) * vectors * kLanes * kOutDims);
 
+    writes_lse_ = Hooks::kOutputMod || emit_of(a, w.partial) != Emit::kFinal ||
+                  (a.flags & FAJIT_WRITE_LSE) != 0;
     const RowSpan rows = span(w, 0, row_count);
     if constexpr (kIndirect) {
       kv_h_ = w.head_begin / c_.group_size();
@@ -384,11 +357,14 @@ class Prefill {
     };
     // Weights of keys [end, last) are in p_, and their factors for the old outputs in alphas[0]. A
     // part that changes a base has factors of its own. The last part comes first: where scores grow
-    // towards the row's own position, as with ALiBi, it has the largest ones.
+    // towards the row's own position, as with ALiBi, it has the largest ones. Rows of a block do
+    // not change each other's results: parts begin at multiples of kPartKeys, and sums have one
+    // order.
     alignas(64) float alphas[2][NV * kLanes];
     int last = n1;
     for (int end = n1, n; end > n0; end = n) {
-      n = kParts ? n0 + (end - 1 - n0) / kPartKeys * kPartKeys : n0;
+      n = kParts ? (end - 1) / kPartKeys * kPartKeys : n0;
+      if (n < n0) n = n0;
       float* const s = kParts ? s_ - n * NV * kLanes : s_;  // of key 0
       Products::template multiply_scores<NV>(k, n, end, qt_ + row0 * kWords, s, fetch);
       float* const alpha = alphas[end != n1];
@@ -474,10 +450,10 @@ class Prefill {
       vf rescale = splat(1.0f);
       if constexpr (!Hooks::kPointwise) {
         rescale = weight_exp2<float>((old - finite(top)) * to_base2());
-        if constexpr (Products::kRescalesApart) {
-          const vi stays = may_stay(rescale, load(sum_ + v * kLanes));
+        if constexpr (kLateBases) {
+          const vi stays = rescale >= 0x1p-8f;  // weights up to 2^8
           top = select(stays, old, top);
-          rescale = select(stays, splat(1.0f), rescale);
+          rescale = select(stays | (old == -kInf), splat(1.0f), rescale);
         }
         store(max_ + v * kLanes, top);
       }
@@ -493,18 +469,22 @@ class Prefill {
   // Pass 2: scores of keys [n0, n1) become weights in p_, which are added to the sums.
   __attribute__((noinline)) void weigh_keys(const Block& block, const float* s, int n0, int n1,
                                             const float* alpha) {
+    if constexpr (!kLateBases) weigh_all<Sums::kExact>(block, s, n0, n1, alpha);
+    else if (writes_lse_) weigh_all<Sums::kBoth>(block, s, n0, n1, alpha);
+    else weigh_all<Sums::kRounded>(block, s, n0, n1, alpha);
+  }
+  template <Sums kSums>
+  FAJIT_INLINE void weigh_all(const Block& block, const float* s, int n0, int n1,
+                              const float* alpha) {
     const int stride = block.count * kLanes;
     for (int j = 0; j < block.count; ++j) {
-      const float* const own = s + j * kLanes;
-      int32_t* const p = p_ + j * kLanes;
-      if constexpr (Hooks::kPointwise) {
-        weigh<Matrix, Hooks>(own, p, stride, n0, n1, vf{}, 0.0f);
-      } else {
-        const int v = (block.first + j) * kLanes;
-        const vf sum =
-            weigh<Matrix, Hooks>(own, p, stride, n0, n1, finite(load(max_ + v)), to_base2());
-        store(sum_ + v, load(sum_ + v) * load(alpha + j * kLanes) + sum);
-      }
+      const int v = (block.first + j) * kLanes;
+      const WeightSums sums = weigh<Matrix, Hooks, kSums>(
+          s + j * kLanes, p_ + j * kLanes, stride, n0, n1, finite(load(max_ + v)), to_base2());
+      const vf rescale = load(alpha + j * kLanes);
+      if constexpr (kSums != Sums::kRounded) store(sum_ + v, load(sum_ + v) * rescale + sums.exact);
+      if constexpr (kSums != Sums::kExact)
+        store(rounded_ + v, load(rounded_ + v) * rescale + sums.rounded);
     }
   }
 
@@ -551,8 +531,10 @@ class Prefill {
     for (int j = 0; j < block.count; ++j) {
       const int at = (block.first + j) * kLanes;
       const vi b = kIndirect ? load<vi>(b_ + at) : splat(w.request);
-      const Normalized n =
-          writer.normalizer(load(max_ + at) * to_natural, load(sum_ + at), b, load<vi>(h_ + at));
+      const vf top = load(max_ + at) * to_natural;
+      const vi h = load<vi>(h_ + at);
+      Normalized n = writer.normalizer(top, load(sum_ + at), b, h);
+      if constexpr (kLateBases) n.factor = writer.normalizer(top, load(rounded_ + at), b, h).factor;
       const float* o = o_ + int64_t{block.first} * kLanes * kOutDims + j * kLanes;
       for (int d = 0; d < Config::kHeadDimV; d += kLanes) {
         vi square[kLanes];
@@ -584,6 +566,8 @@ class Prefill {
   char* line_;                    // kLanes rows of q or of the output
   float* max_;                    // per row, in the units of s_ after `hook_scores`
   float* sum_;
+  float* rounded_;  // likewise, of rounded weights
+  bool writes_lse_ = true;
   int32_t* h_;
   int32_t* q_idx_;
   Rows* rows_;  // per vector of rows

@@ -11,7 +11,9 @@
 //   kValueWords    words of a packed tile of V
 //   kKeysAnywhere  K rows may be at any addresses; otherwise contiguous, or of KeyTiles
 //   kByParts       whether there is pack_and_multiply_values
-//   kRescalesApart whether multiply_values reads and writes O once more where an alpha is not 1
+//   kRescalesApart whether multiply_values reads and writes O once more where an alpha is not 1:
+//                  bases of weights then follow the maxima of rows late, and the sum of rounded
+//                  weights normalises
 //   pack(count, words, row)         V of keys [0, count); `row(n)` is valid until row(n + kHeld)
 //   multiply_scores<NV>(keys, n0, n1, qt, s, fetch)
 //   multiply_values<NV>(words, n0, n1, p, alpha, o, fetch)
@@ -103,7 +105,7 @@ struct TileProducts {
   static constexpr int64_t kPairWords = int64_t{kStepWords} * (kKvSlots / kTileDepth);
   static constexpr int kPairs = kVRow / 32;
   static constexpr uint64_t kValueWords = kPairWords * kPairs;
-  // Rescaling O where a base rises by less than what matters took 5 % of the time (D128).
+  // Rescaling O where the largest score rises a little took 5 % of the time (D128).
   static constexpr bool kKeysAnywhere = false, kByParts = false, kRescalesApart = true;
   static constexpr int kHeld = kTileDepth, kStep = kTileDepth;
 

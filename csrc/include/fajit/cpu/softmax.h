@@ -12,8 +12,10 @@
 namespace fajit {
 
 // 2^x for x up to 8, -inf (gives 0) or NaN. Relative error, with rounding: fp32 1.8e-7;
-// bf16 3.4e-6, a thousandth of its ulp. Weights below 2^-126 are 0: a denormal result takes 150
-// clocks (bf16: `FlushDenormals`).
+// bf16 3.4e-6, a thousandth of its ulp. fp32 weights below 2^-100 are 0, so that their products
+// with V are no denormal numbers, each of which takes 150 clocks: attention with the score s - |i -
+// j| / 10 took 7 times as long (fp32 products, AVX-512). Kernels of bf16 products hold
+// `FlushDenormals`.
 constexpr float kLeastExponent = -100.0f;
 template <class Matrix>
 FAJIT_INLINE vf weight_exp2(vf x) {
@@ -78,14 +80,6 @@ constexpr float kToBase2 = kNaturalUnits<Hooks> ? kLog2e : 1.0f;
 template <class Hooks>
 constexpr float kToNatural = kNaturalUnits<Hooks> ? 1.0f : kLn2;
 
-// Whether the base of a row's weights may stay although a larger score calls for one at which the
-// weights so far, whose sum is `sum`, would be multiplied by `rescale`: if they are 16 times the
-// new largest weight, or more. A weight above 1 is rounded to bf16, where the largest would be
-// exact: an error of at most 2^-9 of a 16th of the output.
-FAJIT_INLINE vi may_stay(vf rescale, vf sum) {
-  return (rescale >= 0x1p-8f) & (sum * rescale >= 16.0f);
-}
-
 // The largest of `top` and of s for keys [n0, n1). Four maxima, because each waits for the
 // one before: with one, this pass took 11 % of the time of bf16 prefill on AMX tiles (D128, S4096,
 // sampled by hand).
@@ -107,7 +101,7 @@ FAJIT_INLINE vf largest_score(const float* s, int stride, int n0, int n1, vf top
 // Pass 1 over keys [n0, n1): hooks, mask, row maxima (returned, at least `top`). The results are
 // softmax scores, or pointwise weights. `keys[n]`: the hooks' values of key n.
 // `scale` is not yet applied to the scores, and is applied to the results in natural units only; a
-// mask then needs a positive scale (ensured by `Prefill::soften`).
+// mask then needs a positive scale (ensured by `Prefill::find_bases`).
 template <class Hooks, bool Masked, class Rows, class Keys>
 FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int n1,
                             const Rows& rows, const Keys& keys, vf row_scale, float scale, vf top) {
@@ -135,45 +129,50 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
   return max(last, top);
 }
 
+// Sums of weights: as they were computed, and as they were rounded to the matrix dtype.
+struct WeightSums { vf exact, rounded; };
+
+// Which sums are computed.
+enum class Sums { kExact, kRounded, kBoth };
+
 // Pass 2 over keys [n0, n1): weights 2^((s - base) to_base2), or s itself for a pointwise
-// normaliser, in the matrix dtype at p[(key / pack) * stride + lane]; returns their sum. n0 is a
+// normaliser, in the matrix dtype at p[(key / pack) * stride + lane]; returns their sums. n0 is a
 // multiple of pack; an odd last key is paired with weight 0. The weights may overwrite the scores:
 // p may be s.
-template <class Matrix, class Hooks>
-FAJIT_INLINE vf weigh(const float* s, int32_t* p, int stride, int n0, int n1, vf base,
-                      float to_base2) {
+template <class Matrix, class Hooks, Sums kSums>
+FAJIT_INLINE WeightSums weigh(const float* s, int32_t* p, int stride, int n0, int n1, vf base,
+                              float to_base2) {
   constexpr bool Pointwise = Hooks::kPointwise;
-  const auto below = [&](vf x) __attribute__((always_inline)) { return (x - base) * to_base2; };
-  vf sum = {}, sum2 = {};
+  constexpr bool kExact = !Pointwise && kSums != Sums::kRounded;
+  constexpr bool kRounded = !Pointwise && kSums != Sums::kExact;
+  static_assert(!kRounded || Dot<Matrix>::kPack == 2);
+  const auto weight = [&](vf x) __attribute__((always_inline)) {
+    if constexpr (Pointwise) return x;
+    else return weight_exp2<Matrix>((x - base) * to_base2);
+  };
+  vf sum[2] = {}, rounded[2] = {};
+  const auto put = [&](int n, vf x, vf y) __attribute__((always_inline)) {
+    if constexpr (kExact) {
+      sum[0] += x;
+      sum[1] += y;
+    }
+    if constexpr (Dot<Matrix>::kPack == 2) {
+      const vi words = pack_weights(x, y);
+      store(p + int64_t{n / 2} * stride, words);
+      if constexpr (kRounded) {
+        rounded[0] += as_float(words << 16);
+        rounded[1] += as_float(words & static_cast<int32_t>(0xffff0000));
+      }
+    } else {
+      store(p + int64_t{n} * stride, x);
+      if (n + 1 < n1) store(p + int64_t{n + 1} * stride, y);
+    }
+  };
   int n = n0;
-  for (; n + 2 <= n1; n += 2) {
-    vf x = load(s + int64_t{n} * stride), y = load(s + int64_t{n + 1} * stride);
-    if constexpr (!Pointwise) {
-      x = weight_exp2<Matrix>(below(x));
-      y = weight_exp2<Matrix>(below(y));
-      sum += x;
-      sum2 += y;
-    }
-    if constexpr (Dot<Matrix>::kPack == 2) {
-      store(p + int64_t{n / 2} * stride, pack_weights(x, y));
-    } else {
-      store(p + int64_t{n} * stride, x);
-      store(p + int64_t{n + 1} * stride, y);
-    }
-  }
-  if (n < n1) {
-    vf x = load(s + int64_t{n} * stride);
-    if constexpr (!Pointwise) {
-      x = weight_exp2<Matrix>(below(x));
-      sum += x;
-    }
-    if constexpr (Dot<Matrix>::kPack == 2) {
-      store(p + int64_t{n / 2} * stride, pack_weights(x, vf{}));
-    } else {
-      store(p + int64_t{n} * stride, x);
-    }
-  }
-  return sum + sum2;
+  for (; n + 2 <= n1; n += 2)
+    put(n, weight(load(s + int64_t{n} * stride)), weight(load(s + int64_t{n + 1} * stride)));
+  if (n < n1) put(n, weight(load(s + int64_t{n} * stride)), vf{});
+  return {sum[0] + sum[1], rounded[0] + rounded[1]};
 }
 
 }  // namespace fajit

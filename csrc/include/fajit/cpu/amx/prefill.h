@@ -33,8 +33,9 @@ __attribute__((noinline)) void tile_scores(Tile tile, int n0, int n1, const int3
   if (n < n1) part(Tiles<1>{}, n);
 }
 
-// O^T += V^T P^T for `Pairs` times 32 dims and `steps` of 32 keys. `vt`: the tiles of the first
-// step; those of the next 32 dims are PairWords after those of 32 dims. `fetch` as above.
+// O^T += V^T P^T for `Pairs` times 32 dims and `steps` of 32 keys, the last step first: sums are
+// the same whether parts of a key tile are added at once or one after the other. `vt`: the tiles of
+// the first step; those of the next 32 dims are PairWords after those of 32 dims. `fetch` as above.
 template <int NV, int Pairs, int64_t PairWords, class Fetch>
 __attribute__((noinline)) void tile_values(const int32_t* vt, int steps, const int32_t* pt,
                                            float* o, Fetch fetch) {
@@ -42,12 +43,15 @@ __attribute__((noinline)) void tile_values(const int32_t* vt, int steps, const i
   constexpr int64_t tile_bytes = 1024, stride = NV * 64;
   const char* weights = reinterpret_cast<const char*>(pt);
   for (int i = 0; i < Pairs; ++i) {
-    const char* v = reinterpret_cast<const char*>(vt + i * PairWords);
-    float* out = o + i * 32 * NV * kLanes;
+    const char* const v = reinterpret_cast<const char*>(vt + i * PairWords);
+    float* const out = o + i * 32 * NV * kLanes;
     load_tiles<2, NV>(out, stride);
-    for (int k = 0; k < steps; ++k, v += 2 * tile_bytes)
-      multiply_tiles<2, NV>({v, 64}, {v + tile_bytes, 64}, {weights + k * 16 * stride, stride}, 1,
+    for (int k = steps; k-- > 0;) {
+      const char* const step = v + k * 2 * tile_bytes;
+      multiply_tiles<2, NV>({step, 64}, {step + tile_bytes, 64},
+                            {weights + k * 16 * stride, stride}, 1,
                             [&]() __attribute__((always_inline)) { fetch(512); });
+    }
     store_tiles<2, NV>(out, stride);
   }
 }
