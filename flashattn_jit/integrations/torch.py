@@ -43,7 +43,7 @@ _LEAST_MFLOP = {
     "16 bits": (0.5, 8, 8, 8),
     "16 bits, in fp32": (0.5, 10, 200, 8),
     # On CPUs with AMX torch's own products of bf16 are fast.
-    "bf16 on AMX": (30, 30, 40, 100),
+    "bf16 on AMX": (30, 15, 40, 30),
     "bf16, AMX not used": (30, 30, 1000, 50),
 }
 """The smallest calls, in 1e6 floating-point operations, in which the engine is at least as fast as
