@@ -6,16 +6,16 @@
 //       V rows: packed for the products, once for all row blocks
 //       for each block of up to kMaxVectors vectors of rows
 //         classify chunks of kChunk keys of a partial tile: trim, and mask where partial
-//         for each part of the key tile
+//         for each part of the key tile: 64 keys with AMX tiles, else all
 //           S^T = K Q^T          products.h             L1: Q^T block
-//           hooks, mask, max; where a base of the weights changes, O^T of the parts before
+//           hooks, mask, max; where a base changes: O^T = alpha O^T + V^T P^T of the parts so far
 //           exp, sum, P^T                               L1: S^T, P^T
 //         O^T = alpha O^T + V^T P^T  products.h         L1: P^T, packed V streams from L2
 //   normalise, transpose, sink, output_mod, cast
 //
 // Working memory does not depend on kv_len. Blocks are 48 rows on 16 lanes: Q^T of 48 x 128 is 24
 // KB in fp32 and 12 KB in bf16, which a 48 KB L1 keeps through the whole key tile. AMX uses blocks
-// of 32 rows: 1,550 GFLOP/s on two cores of a Xeon, where vectors of bf16 reach 225 and torch's
+// of 32 rows: 2,090 GFLOP/s on two cores of a Xeon, where vectors of bf16 reach 225 and torch's
 // SDPA 1,150 (S4096, head_dim 128; benchmarks/cpu_attention.py).
 #pragma once
 #include <fajit/cpu/codes/channels.h>
