@@ -73,7 +73,7 @@ template <class Config, int kAhead>
 class KeyTable {
   using K = typename Config::K;
   using V = typename Config::V;
-  // Products round a tile up to whole vectors or steps of AMX tiles.
+  // `write_entries` and products may round up to whole vectors or steps of AMX tiles.
   static constexpr int kRoom = Config::kTileKv + kAhead + kLanes, kStep = 32;
 
  public:
@@ -175,7 +175,8 @@ class KeyTable {
       run_ += count;
     }
     if (size_ == 0) return;
-    // Past the last key, products read that key again, and prefetches go to the next item, if any.
+    // The last key again, at least up to a multiple of kStep: products need not, but may, read
+    // whole vectors or steps of AMX tiles. Then the next item's keys, if any, for prefetches.
     const int most = slots + kLanes, wanted = size_ + kAhead + kLanes;
     for (int i = size_; i < (wanted < most ? wanted : most); ++i) {
       k_[i] = k_[size_ - 1];
