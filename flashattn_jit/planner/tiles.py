@@ -101,8 +101,8 @@ The prefill tile takes 1.06 times as long at 32 rows (benchmarks/cpu_tiles.py)."
 _FEW_ROW_TILE_KV = 64
 
 _WIDE_TILE_KV = 256
-"""The same on AMX tiles where the output of 16 rows fills the L1 (head_dim_v from 225 on, if rounded
-up to 32 it is a multiple of 64): it is read and written once in a tile."""
+"""The same on AMX tiles where the output of 16 rows fills the L1, which it is read from and written
+to once in a tile: head_dim_v from 225 on, where it is a multiple of 64 when rounded up to 32."""
 
 
 @dataclass(frozen=True, slots=True)
