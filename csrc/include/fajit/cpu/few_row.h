@@ -137,8 +137,8 @@ class FewRowKernel {
                                                                                : 2048 / kRowBytes;
 
  private:
-  // Several heads prefetch a tile ahead, AMX tiles at least; of few keys 64: a window of 100 keys
-  // took 1.3 times as long to decode with 256 ahead.
+  // Several heads prefetch a tile ahead, AMX tiles at least; those of up to two tiles of keys less:
+  // a window of 100 keys took 1.3 times as long to decode with 256 ahead as with 64.
   static constexpr int kMostAhead =
       larger_of(kMaxHeads > 1 || kTiles ? kTileKv : 0, larger_of(kAheadK, kAheadV));
   using KvRows = KeysOf<Config, kMostAhead + 2 * kTileKv>;
@@ -177,8 +177,7 @@ class FewRowKernel {
 
   // Packed rows [row0, row0 + count) of `heads` items, which differ in their kv heads alone: those
   // from that of the first item on. `next`: the item that may follow, or null.
-  void run_tile(const fajit_work* items, int heads, int32_t row0, int count,
-                const fajit_work* next) {
+  void run_tile(const fajit_work* items, int heads, int row0, int count, const fajit_work* next) {
     const fajit_work& w = items[0];
     const fajit_args& a = *c_.args;
 #if FAJIT_AMX
@@ -195,7 +194,8 @@ class FewRowKernel {
       const ValueRows v = kv_.values();
       const int keys = tile.end - tile.begin, left = keys + walk.left();
       if (!tile.follows) {
-        const int least = kTiles && count > kVectorRows ? left > 512 ? kTileKv : kPartialKv : 0;
+        const int least =
+            kTiles && count > kVectorRows ? left > 2 * kTileKv ? kTileKv : kPartialKv : 0;
         ahead_k = heads > 1 ? kTileKv : larger_of(kAheadK, least);
         ahead_v = heads > 1 ? kTileKv : larger_of(kAheadV, least);
         start_rows<kTileKv, kBytesK>(k, ahead_k, heads, left);

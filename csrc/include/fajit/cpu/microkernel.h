@@ -51,8 +51,8 @@ struct Dot<bfloat16_t> {
 #endif
 
 // While it lives, results below 2^-126 are 0 in this thread, as they are in `vdpbf16ps` and in
-// products of AMX tiles. A vector with a denormal result takes 150 clocks: keys far from a row with
-// ALiBi have such weights, and took most of its time.
+// products of AMX tiles. A vector with a denormal result takes 150 clocks: weights of keys far from
+// a row, with a bias that falls on both sides, took most of the time.
 class FlushDenormals {
  public:
   FlushDenormals() { __builtin_ia32_ldmxcsr(before_ | 0x8000); }

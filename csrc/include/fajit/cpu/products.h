@@ -127,13 +127,12 @@ struct TileProducts {
     FAJIT_INLINE KeyTiles(const KeyRows& k, int count, const bfloat16_t* copy, Convert convert) {
       for (int n = 0; n < count; n += 16) {
         const int64_t stride = n + 16 <= count ? even_stride(k, n) : 0;
-        const bfloat16_t* const rows = copy + n * kWords * 2;
-        tiles_[n / 16] = {reinterpret_cast<const char*>(rows), kWords * 4};
         if (stride > 0) {
           tiles_[n / 16] = {reinterpret_cast<const char*>(k(n)), stride};
-          continue;
+        } else {
+          for (int i = n; i < count && i < n + 16; ++i) convert(i);
+          tiles_[n / 16] = {reinterpret_cast<const char*>(copy + n * kWords * 2), kWords * 4};
         }
-        for (int i = n; i < count && i < n + 16; ++i) convert(i);
       }
     }
     FAJIT_INLINE const TileRows& operator()(int n) const { return tiles_[n / 16]; }

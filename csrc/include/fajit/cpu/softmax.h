@@ -13,9 +13,9 @@ namespace fajit {
 
 // 2^x for x up to 8, -inf (gives 0) or NaN. Relative error, with rounding: fp32 1.8e-7;
 // bf16 3.4e-6, a thousandth of its ulp. fp32 weights below 2^-100 are 0, so that their products
-// with V are no denormal numbers, each of which takes 150 clocks: attention with the score s - |i -
-// j| / 10 took 7 times as long (fp32 products, AVX-512). Kernels of bf16 products hold
-// `FlushDenormals`.
+// with V are no denormal numbers, each of which takes 150 clocks: attention with a score that falls
+// by 0.1 a key on both sides of the row took 7 times as long (fp32 products, AVX-512). Kernels of
+// bf16 products hold `FlushDenormals`.
 constexpr float kLeastExponent = -100.0f;
 template <class Matrix>
 FAJIT_INLINE vf weight_exp2(vf x) {
