@@ -27,7 +27,7 @@ from .arguments.calls import host_array
 from .arguments.new_rows import check_memory, check_new_rows, is_expanded, used_strides
 from .keys.paged import Paged
 from .keys.storage import check_pages, read_indices, read_storage
-from .launching.appends import BesideCodes, Changes, Places, Side, copy_rows, written
+from .launching.appends import BesideCodes, Changes, Places, Side, copy_rows, side_of
 from .torch_ops import as_op
 
 _Step = tuple[int, int, int, int, int, int]
@@ -287,45 +287,48 @@ class AppendPlan:
         params: dict[str, object],
     ) -> None:  # fmt: skip
         """`run` into pages of codes."""
-        sides = (written("k_pages", k_pages), written("v_pages", v_pages))
-        rows = (k, v, _codes(k_pages), _codes(v_pages))
-        kept = [t for side in sides for t in (side.beside.scales, side.beside.zeros)]
-        books = [side.beside.codebook for side in sides]
-        form = (*[(side.decoding, side.given) for side in sides], *[
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg())
-            for t in (*rows, *kept, *books)
+        given = _tensors_of(k, v, k_pages, v_pages)
+        form = (_kind(k_pages), _kind(v_pages), *[
+            (t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in given
         ])  # fmt: skip
         steps = self._forms.get(form)
         if steps is None:
-            steps = self._forms[form] = self._check(*rows, sides=sides)
-        checks.check_grad([*rows, *(t for t in (*kept, *books) if t is not None)])
-        check_memory(*rows, *(t for t in kept if t is not None))
-        for name, x, side in zip("kv", (k_pages, v_pages), sides, strict=True):
-            if isinstance(x, Stored) and side.given:
-                put_numbers(name, x, params, decodes=False)
+            sides = (side_of("k_pages", k_pages), side_of("v_pages", v_pages))
+            steps = self._forms[form] = self._check(k, v, k_pages, v_pages, sides)
         assert steps.changes is not None
+        k_side, v_side = steps.sides
+        beside = (k_side.beside(k_pages), v_side.beside(v_pages))
+        kept = [t for own in beside for t in (own.scales, own.zeros) if t is not None]
+        checks.check_grad(given)
+        check_memory(*given[:4], *kept)
+        for name, x, side in zip("kv", (k_pages, v_pages), steps.sides, strict=True):
+            if side.given and isinstance(x, Stored):
+                put_numbers(name, x, params, decodes=False)
         bound = bind(steps.variant, steps.changes.dims, params)
         checks.check_grad(bound.tensors)
         if self.num_tokens and k.shape[1]:
-            steps.changes.run(rows, [side.beside for side in sides], bound)
+            steps.changes.run(given[:4], beside, bound)
 
     def _check(
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        *,
-        sides: tuple[Side, Side] | None = None,
+        k_stored: Codes,
+        v_stored: Codes,
+        sides: tuple[Side, Side] = (Side(), Side()),
     ) -> _Steps:
         """What does not depend on addresses; returns the steps of the copies.
 
-        sides: of pages of codes, of which at least one has them.
+        sides: the kinds of k_stored and v_stored, pages.
         """
-        k_side, v_side = (Side(), Side()) if sides is None else sides
-        for name, new, cache, side in (("k", k, k_pages, k_side), ("v", v, v_pages, v_side)):
+        k_side, v_side = sides
+        besides = (k_side.beside(k_stored), v_side.beside(v_stored))
+        k_pages, v_pages = _codes(k_stored), _codes(v_stored)
+        for name, new, cache, side, beside in (
+            ("k", k, k_pages, k_side, besides[0]), ("v", v, v_pages, v_side, besides[1]),
+        ):  # fmt: skip
             check_new_rows(name, new, cache, side.decoding is not None)
-            for what, own in (("scales", side.beside.scales), ("zeros", side.beside.zeros)):
+            for what, own in (("scales", beside.scales), ("zeros", beside.zeros)):
                 if own is not None and is_expanded(own):
                     raise InputError(
                         f"{what} of {name}_pages are an expanded tensor: rows share them"
@@ -365,16 +368,15 @@ class AppendPlan:
                 f"{self.num_tokens}"
             )
         changes, variant = None, self._transform or FULL
-        if self._transform is not None or sides is not None:
+        if self._transform is not None or sides != (Side(), Side()):
             self._check_changed(k, v, k_pages, v_pages)
             variant = encoded(
                 variant, (k_side.decoding, v_side.decoding), (k_side.given, v_side.given)
             )
             changes = Changes(
-                self._places, (k, v, k_pages, v_pages), (k_side.beside, v_side.beside),
-                self._target, variant.name,
-            )  # fmt: skip
-        return _Steps(_steps(k, k_pages), _steps(v, v_pages), variant, changes)
+                self._places, (k, v, k_pages, v_pages), besides, self._target, variant.name
+            )
+        return _Steps(_steps(k, k_pages), _steps(v, v_pages), variant, changes, sides)
 
     def _check_changed(
         self, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor
@@ -426,12 +428,14 @@ class _Steps(NamedTuple):
     """Bytes between tokens and heads of k or v; between pages, slots and heads; bytes of a row.
 
     variant: the transform, and the division by given scales. changes: where rows are changed.
+    sides: the kinds of pages.
     """
 
     k: _Step
     v: _Step
     variant: Variant
     changes: Changes | None
+    sides: tuple[Side, Side]
 
 
 _NOTHING = (BesideCodes(), BesideCodes())
@@ -452,6 +456,14 @@ def run_append(
     """`append_paged_kv` outside of the tracer."""
     append = AppendPlan(q_indptr, paged, positions, transform, _device_of(k), target)
     append.write(k, v, k_pages, v_pages)
+
+
+def _kind(pages: Codes) -> tuple[object, ...] | None:
+    """What `_tensors_of` leaves out."""
+    if not isinstance(pages, Stored):
+        return None
+    has_zeros, has_book = pages.zeros is not None, pages.codebook is not None
+    return (pages.group, pages.block, pages.rotated, has_zeros, has_book)
 
 
 def _codes(pages: Codes) -> torch.Tensor:

@@ -70,8 +70,9 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 class BesideCodes(NamedTuple):
     """What an append into pages of codes writes beside them, or must know of them.
 
-    scales, zeros: [num_pages, page_size, num_kv_heads, groups of channels], written; None where
-    rows come at given scales. has_zeros: whether codes are not symmetric. codebook: fp32 [16].
+    scales, zeros: [num_pages, page_size, num_kv_heads, groups of channels], or without the last dim
+    for one group, written; None where rows come at given scales. has_zeros: whether codes are not
+    symmetric. codebook: fp32 [16].
     """
 
     scales: torch.Tensor | None = None
@@ -105,21 +106,26 @@ class Side(NamedTuple):
 
     decoding: Decoding | None = None
     given: bool = False
-    beside: BesideCodes = BesideCodes()
+
+    def beside(self, pages: Codes) -> BesideCodes:
+        """What an append into pages of this kind writes beside their codes."""
+        if not isinstance(pages, Stored):
+            return _NONE
+        scales, zeros = (None, None) if self.given else (pages.scales, pages.zeros)
+        return BesideCodes(scales, zeros, pages.zeros is not None, pages.codebook)
 
 
-def written(name: str, pages: Codes) -> Side:
-    """What an append into pages, called `name`, writes beside their codes. Raises InputError."""
+_NONE = BesideCodes()
+
+
+def side_of(name: str, pages: Codes) -> Side:
+    """The kind of pages, called `name`. Raises InputError."""
     if not isinstance(pages, Stored):
         return Side()
-    given, has_zeros = not pages.has_own_scales, pages.zeros is not None
-    numbers = [None if t is None or given else t for t in (pages.scales, pages.zeros)]
-    if pages.group is None:
-        numbers = [None if t is None else t.unsqueeze(-1) for t in numbers]
+    given = not pages.has_own_scales
     if not given and pages.codes.dim() != 4:
         raise InputError(f"{name} must be pages, [num_pages, page_size, num_kv_heads, ...]")
-    beside = BesideCodes(numbers[0], numbers[1], has_zeros, pages.codebook)
-    return Side(pages.decoding, given, beside)
+    return Side(pages.decoding, given)
 
 
 def _number_layout(numbers: torch.Tensor | None, dtype: int) -> _Layout:
@@ -127,11 +133,13 @@ def _number_layout(numbers: torch.Tensor | None, dtype: int) -> _Layout:
     if numbers is None:
         return (0, 0, 0, 0, 0), (0, 0, 0, 0, dtype)
     # Dims of one entry may have any stride.
-    steps = (
+    steps = [
         s * numbers.itemsize if n > 1 else 0
         for n, s in zip(numbers.shape, numbers.stride(), strict=True)
-    )
-    return (*numbers.shape, 1), (*steps, 1 + _NUMBER_DTYPES.index(numbers.dtype))
+    ]
+    of_group = [] if numbers.dim() == 4 else [0]
+    sizes = (*numbers.shape, *([1] * len(of_group)), 1)
+    return sizes, (*steps, *of_group, 1 + _NUMBER_DTYPES.index(numbers.dtype))
 
 
 class Changes:

@@ -25,24 +25,14 @@ class Append {
         v_codes_(a->tensors + Config::kTensors + 7) {}
 
   void run(const fajit_work& item) const {
-    const fajit_args& a = *c_.args;
-    const int32_t* const pages = a.page_indices + a.page_indptr[item.request];
-    for (int32_t row = item.row_begin; row < item.row_end; ++row) {
-      const int32_t key = item.kv_begin + (row - item.row_begin);
-      const int32_t page = pages[key / a.page_size], slot = key % a.page_size;
-      if (page < 0 || page >= a.num_pages) continue;
-      const int64_t token = int64_t{a.q_row0[item.request]} + row;
-      for (int32_t head = 0; head < a.num_kv_heads; ++head) {
-        put<typename Config::K, Hooks::kKeyMod, Config::kHeadDim>(
-            k_, k_codes_, token, page, slot, head, [&](const float* x, float* y) {
-              if constexpr (Hooks::kKeyMod) Hooks::key_mod(c_, x, y, item.request, head, key);
-            });
-        put<typename Config::V, Hooks::kValueMod, Config::kHeadDimV>(
-            v_, v_codes_, token, page, slot, head, [&](const float* x, float* y) {
-              if constexpr (Hooks::kValueMod) Hooks::value_mod(c_, x, y, item.request, head, key);
-            });
-      }
-    }
+    put_rows<typename Config::K, Hooks::kKeyMod, Config::kHeadDim>(
+        k_, k_codes_, item, [&](const float* x, float* y, int32_t head, int32_t key) {
+          if constexpr (Hooks::kKeyMod) Hooks::key_mod(c_, x, y, item.request, head, key);
+        });
+    put_rows<typename Config::V, Hooks::kValueMod, Config::kHeadDimV>(
+        v_, v_codes_, item, [&](const float* x, float* y, int32_t head, int32_t key) {
+          if constexpr (Hooks::kValueMod) Hooks::value_mod(c_, x, y, item.request, head, key);
+        });
   }
 
  private:
@@ -77,19 +67,57 @@ class Append {
     }
   };
 
+  // Calls each(token, page, slot, head, key) for the rows of an item that have a page.
+  template <class Each>
+  FAJIT_INLINE void each_row(const fajit_work& item, Each each) const {
+    const fajit_args& a = *c_.args;
+    const int32_t* const pages = a.page_indices + a.page_indptr[item.request];
+    for (int32_t row = item.row_begin; row < item.row_end; ++row) {
+      const int32_t key = item.kv_begin + (row - item.row_begin);
+      const int32_t page = pages[key / a.page_size], slot = key % a.page_size;
+      if (page < 0 || page >= a.num_pages) continue;
+      const int64_t token = int64_t{a.q_row0[item.request]} + row;
+      for (int32_t head = 0; head < a.num_kv_heads; ++head) each(token, page, slot, head, key);
+    }
+  }
+
   template <class Stored, bool Modified, int N, class Mod>
-  static FAJIT_INLINE void put(const Rows& rows, const Codes<Stored>& codes, int64_t token,
-                               int64_t page, int64_t slot, int64_t head, Mod mod) {
-    Stored* const dst = rows.template target<Stored>(page, slot, head);
+  FAJIT_INLINE void put_rows(const Rows& rows, const Codes<Stored>& codes, const fajit_work& item,
+                             Mod mod) const {
     if constexpr (kIsCode<Stored>) {
       using New = typename Config::New;
-      // The vectors of a group of channels may end behind the row.
-      alignas(64) float row[round_up(N, kLanes) + kLanes], changed[round_up(N, kLanes) + kLanes];
-      load_row<New, N>(rows.template source<New>(token, head), row);
-      if constexpr (Modified) mod(static_cast<const float*>(row), static_cast<float*>(changed));
-      codes.template store_row<N>(Modified ? changed : row, dst, page, slot, head);
+      using Q = Quantizer<Stored>;
+      constexpr int stride = Q::template kStride<N>;
+      alignas(64) float values[Q::kRows * stride];
+      typename Q::Place places[Q::kRows];
+      int count = 0;
+      // From a row to the one that is read a batch later.
+      const int64_t to_later = rows.from.strides[0] * ((Q::kRows - 1) / c_.args->num_kv_heads + 1);
+      each_row(item, [&](int64_t token, int32_t page, int32_t slot, int32_t head, int32_t key) {
+        float* const to = values + count * stride;
+        const New* const from = rows.template source<New>(token, head);
+        const char* const later = reinterpret_cast<const char*>(from) + to_later;
+        for (int i = 0; i < N * int{sizeof(New)}; i += 64) __builtin_prefetch(later + i);
+        if constexpr (Modified) {
+          alignas(64) float row[round_up(N, kLanes)];
+          load_row<New, N>(from, row);
+          mod(static_cast<const float*>(row), to, head, key);
+        } else {
+          load_row<New, N>(from, to);
+        }
+        Stored* const target = rows.template target<Stored>(page, slot, head);
+        places[count++] = codes.place(target, page, slot, head);
+        if (count < Q::kRows) return;
+        codes.template store_rows<N>(values, places, count);
+        count = 0;
+      });
+      codes.template store_rows<N>(values, places, count);
     } else {
-      convert_row<Modified, N, N>(rows.template source<Stored>(token, head), dst, mod);
+      each_row(item, [&](int64_t token, int32_t page, int32_t slot, int32_t head, int32_t key) {
+        convert_row<Modified, N, N>(rows.template source<Stored>(token, head),
+                                    rows.template target<Stored>(page, slot, head),
+                                    [&](const float* x, float* y) { mod(x, y, head, key); });
+      });
     }
   }
 

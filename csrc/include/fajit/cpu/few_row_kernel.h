@@ -94,19 +94,7 @@ FAJIT_INLINE void with_rows(int count, F f) {
 // Lane i of the result is the sum over the lanes of r[i]. Vector: vf or vi.
 template <class Vector>
 FAJIT_INLINE Vector reduce_columns(Vector (&r)[kLanes]) {
-#pragma GCC unroll 4
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    const vi lane = iota();
-    const vi upper = (lane & half) != 0;
-    const vi even = upper ? lane - half + kLanes : lane;
-    const vi odd = upper ? lane + kLanes : lane + half;
-#pragma GCC unroll 8
-    for (int i = 0; i < half; ++i) {
-      const vi a = (vi)r[i], b = (vi)r[i + half];
-      r[i] = (Vector)shuffle2(a, b, even) + (Vector)shuffle2(a, b, odd);
-    }
-  }
-  return r[0];
+  return reduce_columns(r, [](Vector a, Vector b) { return a + b; });
 }
 
 // Whether rows of `Dim` bf16 values are read as words of two: a shift makes floats of the even

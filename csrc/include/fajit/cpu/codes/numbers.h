@@ -182,18 +182,7 @@ class Table {
     return Table();
   }
   FAJIT_INLINE float value(int index) const { return values_[index]; }
-  FAJIT_INLINE vf operator()(vi index) const {
-#if FAJIT_AVX == 512 && !defined(__clang__)
-    return __builtin_shuffle(load(values_), index);
-#elif FAJIT_AVX && !defined(__clang__)
-    const vf low = __builtin_shuffle(load(values_), index & 7);
-    return index < 8 ? low : __builtin_shuffle(load(values_ + 8), index & 7);
-#else
-    vf r;
-    for (int i = 0; i < kLanes; ++i) r[i] = values_[index[i]];
-    return r;
-#endif
-  }
+  FAJIT_INLINE vf operator()(vi index) const { return lookup16(values_, index); }
 
  private:
   alignas(64) float values_[16];

@@ -3,6 +3,7 @@
 #pragma once
 #include <fajit/abi.h>
 #include <fajit/cpu/vector/load_row.h>
+#include <fajit/cpu/vector/transpose.h>
 
 namespace fajit {
 
@@ -13,19 +14,19 @@ constexpr float kLargestCode = same<T, int8_t>     ? 127.0f
                                : same<T, e4m3_t>   ? 448.0f
                                                    : 57344.0f;
 
-// The bits of a float of 8 bits in the upper part of a float of `Mantissa` bits: rounded to nearest
-// even. x is at most the largest code. Multiples of the smallest subnormal are found by an addition
-// to a float whose ulp is that number.
+// The bits of a float of 8 bits with `Mantissa` of them, in the low byte: x rounded to nearest
+// even. |x| is at most the largest code. A sum with a power of two whose ulp is that of the code
+// counts ulps in its low bits; below 2^(1 - Bias) the ulp is that of subnormals.
 template <int Mantissa, int Bias>
 FAJIT_INLINE vu small_float_bits(vf x) {
-  const vu bits = (vu)x, magnitude = bits & 0x7fffffff;
   constexpr int shift = 23 - Mantissa;
-  const vu rounded = magnitude + ((1u << (shift - 1)) - 1) + ((magnitude >> shift) & 1);
-  const vu normal = (rounded >> shift) - ((127u - Bias) << Mantissa);
-  constexpr float unit = 1ull << (24 - Bias - Mantissa);  // its ulp: 2^(1 - Bias - Mantissa)
-  const vu subnormal = (vu)((vf)magnitude + unit) - (vu)splat(unit);
-  constexpr uint32_t least = (128u - Bias) << 23;  // 2^(1 - Bias)
-  return (magnitude < least ? subnormal : normal) | ((bits >> 24) & 0x80);
+  constexpr uint32_t least = (128u - Bias) << 23;                   // 2^(1 - Bias)
+  constexpr uint32_t normal = -((128u - Bias) << Mantissa) & 0xff;  // a code counts from there
+  static_assert(normal % 2 == 0);  // rounding to even is of the code
+  const vu bits = (vu)x, own = bits & 0x7f800000;
+  const vu power = own > least ? own : vu{} + least;
+  const vu sum = (vu)(abs(x) + (vf)(power + (uint32_t{shift} << 23 | normal)));
+  return (sum + (power >> shift)) | ((bits >> 24) & 0x80);
 }
 
 // x in [least, largest]; NaN becomes 0.
@@ -46,50 +47,66 @@ FAJIT_INLINE vu code_words(vf x) {
   }
 }
 
-// Values of codes of 4 bits in ascending order, with their codes: those of equal values ascend.
+// The 16 values of codes of 4 bits.
 class Codebook {
  public:
   explicit Codebook(const fajit_tensor& t) : used_(t.sizes[0] == 16) {
     if (!used_) return;
     const float* const values = static_cast<const float*>(t.ptr);
-    for (int i = 0; i < 16; ++i) {
+    float sorted[16];
+    for (int i = 0; i < 16; ++i) {  // codes of equal values ascend
       int at = i;
-      for (; at > 0 && values_[at - 1] > values[i]; --at) {
-        values_[at] = values_[at - 1];
+      for (; at > 0 && sorted[at - 1] > values[i]; --at) {
+        sorted[at] = sorted[at - 1];
         codes_[at] = codes_[at - 1];
       }
-      values_[at] = values[i];
-      codes_[at] = static_cast<uint8_t>(i);
+      sorted[at] = values[i];
+      codes_[at] = as_float(i);
     }
-    for (int i = 0; i < 15; ++i) middles_[i] = (values_[i + 1] + values_[i]) * 0.5f;
-    for (int i = 0; i < 16; ++i) ascends_ &= codes_[i] == i;
+    largest_ = abs(sorted[0]) > abs(sorted[15]) ? abs(sorted[0]) : abs(sorted[15]);
+    for (int i = 0; i < 16; ++i) ascends_ &= as_int(codes_[i]) == i;
+    for (int count = 1; count < 16; count *= 2)
+      for (int i = 0; i < count; ++i) {
+        const int at = (2 * i + 1) * (8 / count);
+        middles_[count + i] = (sorted[at] + sorted[at - 1]) * 0.5f;
+      }
   }
 
   bool is_used() const { return used_; }
-  float largest() const { return max(abs_of(values_[0]), abs_of(values_[15])); }
-  // The place of the nearest value, in ascending order: of two equally near ones of the lower. NaN
-  // becomes 0. All middles between values are compared: appends of nf4 took 1.6 times as long with
-  // a binary search among them, and 1.2 times when each vector computed them again (AVX-512, by
-  // hand).
+  float largest() const { return largest_; }
+  // The code of the value nearest to x, no NaN: of two equally near ones of the lower. A binary
+  // search among the middles between values; comparing all of them took 2.4 times as long (appends
+  // of nf4, AVX-512).
   FAJIT_INLINE vu nearest(vf x) const {
-    x = x == x ? x : vf{};
-    vi above{};
-#pragma GCC unroll 15
-    for (int i = 0; i < 15; ++i) above -= x > middles_[i];
-    return (vu)above;
+    const auto next = [&](vi twice, vf middle) {
+      if constexpr (kLanes == 16) return x > middle ? twice + 1 : twice;  // one masked instruction
+      else return twice - (x > middle);
+    };
+    vi at = next(vi{} + 2, splat(middles_[1]));
+    at = next(at + at, middles<0>(at));
+    at = next(at + at, middles<0>(at));
+    at = next(at + at, middles<8>(at));
+    at &= 15;
+    return ascends_ ? (vu)at : (vu)lookup16(codes_, at);
   }
-  // Whether places are codes, and the code of a place.
-  bool ascends() const { return ascends_; }
-  uint8_t code(int place) const { return codes_[place]; }
 
  private:
-  static float abs_of(float x) { return x < 0 ? -x : x; }
+  // middles_[at], which all are from First to First + 7.
+  template <int First>
+  FAJIT_INLINE vf middles(vi at) const {
+#if FAJIT_AVX == 256 && !defined(__clang__)
+    return __builtin_shuffle(load(middles_ + First), at);  // of `at`, 3 bits count
+#else
+    return lookup16(middles_, at);
+#endif
+  }
 
   const bool used_;
-  bool ascends_ = true;
-  float values_[16];
-  float middles_[15];
-  uint8_t codes_[16];
+  bool ascends_ = true;  // in order of values, code i is i
+  float largest_ = 0.0f;
+  // Level by level of a binary tree: the middle of all, of the lower and the upper half, and so on.
+  alignas(64) float middles_[16] = {};
+  alignas(64) float codes_[16] = {};  // their bits are codes, in ascending order of values
 };
 
 // Numbers [page, slot, head, group of channels] of a cache, scales or zero points, beside its
@@ -109,25 +126,28 @@ class NumberPages {
            slot * t_.strides[1] + head * t_.strides[2];
   }
 
-  // Stores x, rounded, for a group of a row, and returns it. Below `least`, a scale is rounded up:
-  // `is_less(stored)`.
+  // x rounded to the dtype, and from there up where `is_less(rounded)`.
   template <class IsLess>
-  float put(float x, char* row, int group, IsLess is_less) const {
+  FAJIT_INLINE vf rounded(vf x, IsLess is_less) const {
+    if (dtype_ == kFloat) return (vf)((vi)x - is_less(x));
+    if (dtype_ == kHalf) {
+      const vh bits = float_to_half(x);
+      const vu up = (vu)is_less(half_to_float(bits));
+      return half_to_float(__builtin_convertvector(widen(bits) - up, vh));
+    }
+    const vf y = bfloat16_to_float(float_to_bfloat16(x));
+    return (vf)((vi)y - (is_less(y) << 16));
+  }
+
+  // Stores x, which has been rounded, for a group of a row.
+  FAJIT_INLINE void put(float x, char* row, int group) const {
     char* const to = row + group * t_.strides[3];
     if (dtype_ == kFloat) {
-      uint32_t bits;
-      __builtin_memcpy(&bits, &x, sizeof x);
-      bits += is_less(x);
+      __builtin_memcpy(to, &x, sizeof x);
+    } else {
+      const uint16_t bits = dtype_ == kHalf ? float_to_half(splat(x))[0] : as_int(x) >> 16;
       __builtin_memcpy(to, &bits, sizeof bits);
-      return as_float(int32_t(bits));
     }
-    const auto widened = [&](uint16_t bits) {
-      return dtype_ == kHalf ? half_to_float(bits) : bfloat16_to_float(bits);
-    };
-    uint16_t bits = (dtype_ == kHalf ? float_to_half(splat(x)) : float_to_bfloat16(splat(x)))[0];
-    bits += is_less(widened(bits));
-    __builtin_memcpy(to, &bits, sizeof bits);
-    return widened(bits);
   }
 
  private:
@@ -135,11 +155,22 @@ class NumberPages {
   const Dtype dtype_;
 };
 
-// A number that is known when the kernel is compiled.
+// Numbers of channels. One that is known when the kernel is compiled:
 template <int N>
 struct Fixed {
   constexpr operator int() const { return N; }
 };
+// Whole vectors of them:
+struct Whole {
+  int count;
+  operator int() const { return count; }
+};
+template <class Count>
+constexpr bool kIsWhole = false;
+template <int N>
+constexpr bool kIsWhole<Fixed<N>> = N % kLanes == 0;
+template <>
+constexpr bool kIsWhole<Whole> = true;
 
 // The low byte of each lane. Of lanes that come from floats gcc 12 makes scalar instructions of
 // __builtin_convertvector: appends of int8 took 4 times as long.
@@ -160,11 +191,6 @@ FAJIT_INLINE vb low_bytes(vu x) {
 #endif
 }
 
-// x / divisor.
-struct Quotient {
-  vf divisor;
-  FAJIT_INLINE vf operator()(vf x) const { return x / divisor; }
-};
 #if FAJIT_AVX
 // The bits of x / divisor, by a product and a correction (Markstein 1990), in less time than
 // divisions take. The divisor is from 2^-64 to 2^64, and x / divisor finite: what is left of
@@ -181,9 +207,25 @@ struct QuotientByProducts {
 #endif
 
 // How rows become codes of T: `Format.quantize`. Scales that are not stored are applied already.
+//
+// The scales of several rows are computed at once, a lane each: one by one, each waits for a
+// reduction, two divisions and a rounding. Codes go to the cache in vectors as they were made: a
+// wider load of what narrower stores have just written waits for the stores to end. Appends take
+// 0.85 of the time (int8) to 0.6 (int4 with zero points in groups of 64; 128 dims, AVX-512).
 template <class T>
 class Quantizer {
  public:
+  static constexpr int kRows = 8;
+  // Floats from a row to the next.
+  template <int N>
+  static constexpr int kStride = round_up(N, kLanes) + kLanes;
+
+  // A row of a cache: its codes, scales and zero points.
+  struct Place {
+    T* codes;
+    char *scales, *zeros;
+  };
+
   Quantizer(const fajit_tensor& scales, const fajit_tensor& zeros, const fajit_tensor& book)
       : scales_(scales), zeros_(zeros), book_(book) {
     constexpr bool integers = same<T, int8_t> || same<T, int4x2_t>;
@@ -191,99 +233,199 @@ class Quantizer {
     least_ = -largest_ - (integers && zeros_.exist() ? 1.0f : 0.0f);
   }
 
-  // dst = the codes of row[0, N), whose numbers are stored beside them. `row` has room for N
-  // rounded up to kLanes, and kLanes more.
+  Place place(T* codes, int64_t page, int64_t slot, int64_t head) const {
+    return {codes, scales_.at(page, slot, head), zeros_.at(page, slot, head)};
+  }
+
+  // Rows of N floats, `count` of at most kRows, as codes with their numbers beside them.
   template <int N>
-  FAJIT_INLINE void store_row(const float* row, T* dst, int64_t page, int64_t slot,
-                              int64_t head) const {
-    alignas(64) uint8_t out[round_up(N, kLanes) + kLanes];
+  __attribute__((noinline)) void store_rows(const float* rows, const Place* places,
+                                            int count) const {
+    const int groups = scales_.groups();
+    const auto each = [&](auto channels) __attribute__((always_inline)) {
+      const int most = kNumbers<N> / groups;
+      for (int r = 0; r < count; r += most)
+        quantize_rows<N>(rows + r * kStride<N>, places + r, most < count - r ? most : count - r,
+                         channels, groups);
+    };
     if (!scales_.are_stored()) {
-      encode<true>(row, N, out, Quotient{splat(1.0f)}, kNoZero);
+      for (int r = 0; r < count; ++r) {
+        put_codes<N>(rows + r * kStride<N>, Fixed<N>{}, 1, places[r].codes,
+                     [&](const float* x, int) { return words_of<true>(load(x)); });
+      }
+    } else if (groups == 1) {
+      each(Fixed<N>{});
+    } else if (N > 64 && N == 64 * groups) {
+      each(Fixed<64>{});
+    } else if (N / groups % kLanes == 0) {
+      each(Whole{N / groups});
     } else {
-      char* const scale_row = scales_.at(page, slot, head);
-      char* const zero_row = zeros_.exist() ? zeros_.at(page, slot, head) : nullptr;
-      const int groups = scales_.groups();
-      const auto each = [&](auto count) __attribute__((always_inline)) {
-        for (int g = 0; g < groups; ++g)
-          store_group(row + g * count, count, out + g * count, scale_row, zero_row, g);
-      };
-      if (groups == 1) each(Fixed<N>{});
-      else if (N > 64 && N == 64 * groups) each(Fixed<64>{});
-      else each(N / groups);
-    }
-    if constexpr (same<T, int4x2_t>) {
-      for (int i = 0; i < N / 2; ++i) dst[i].bits = out[i] | (out[i + N / 2] << 4);
-    } else {
-      __builtin_memcpy(dst, out, N);
+      each(N / groups);
     }
   }
 
  private:
-  static constexpr float kNoZero = -0.0f;  // x + -0 is x, for x = -0 too
+  // Scales that are computed together: those of a row at least.
+  template <int N>
+  static constexpr int kNumbers = round_up(larger_of(N, 4 * kRows), kLanes);
 
-  template <class Count>
-  FAJIT_INLINE void store_group(const float* x, Count count, uint8_t* out, char* scale_row,
-                                char* zero_row, int g) const {
-    if (zero_row == nullptr) {
-      vi top{};  // bits of magnitudes, which are ordered as these are, NaN last
-      for (int i = 0; i < count; i += kLanes) {
-        const vi bits = load<vi>(x + i) & 0x7fffffff;
-        const vi own = iota() + i < int{count} ? bits : vi{};
-        top = own > top ? own : top;
+  template <int N, class Count>
+  FAJIT_INLINE void quantize_rows(const float* rows, const Place* places, int count, Count channels,
+                                  int groups) const {
+    alignas(64) float scales[kNumbers<N>], zeros[kNumbers<N>], reciprocals[kNumbers<N>];
+    const bool with_zeros = zeros_.exist();
+    const float* row = rows;
+    for (int i = 0, g = 0; i < count * groups; i += kLanes) {
+      vf scale;
+      const auto next = [&]() __attribute__((always_inline)) {
+        const float* const x = row + g * channels;
+        if (++g == groups) g = 0, row += kStride<N>;
+        return x;
+      };
+      const int own = count * groups - i < kLanes ? count * groups - i : kLanes;
+      if (with_zeros) {
+        vf tops[kLanes], bottoms[kLanes];
+        for (int lane = 0; lane < own; ++lane)
+          extremes(next(), channels, tops[lane], bottoms[lane]);
+        for (int lane = own; lane < kLanes; ++lane)
+          tops[lane] = tops[0], bottoms[lane] = bottoms[0];
+        const vf high = reduce_columns(tops, larger), low = -reduce_columns(bottoms, larger);
+        scale = affine(high, low, zeros + i);
+      } else {
+        vi tops[kLanes];
+        for (int lane = 0; lane < own; ++lane) tops[lane] = magnitudes(next(), channels);
+        for (int lane = own; lane < kLanes; ++lane) tops[lane] = tops[0];
+        scale = symmetric(as_float(reduce_columns(tops, [](vi a, vi b) { return a > b ? a : b; })));
       }
-      const float largest = as_float(reduce_max(top));
-      const float magnitude = largest - largest == 0.0f ? largest : __builtin_nanf("");
-      const float scale = scales_.put(magnitude / largest_, scale_row, g,
-                                      [&](float s) { return s * largest_ < magnitude; });
-      return divide<false>(x, count, out, scale, kNoZero);
+      store(scales + i, scale);
+      store(reciprocals + i, 1.0f / scale);
     }
-    vf top = splat(-kInf), bottom = splat(kInf), finite{};  // finite: NaN where a value is not
+    for (int r = 0; r < count; ++r) {
+      for (int g = 0; g < groups; ++g) {
+        scales_.put(scales[r * groups + g], places[r].scales, g);
+        if (with_zeros) zeros_.put(zeros[r * groups + g], places[r].zeros, g);
+      }
+      const Numbers own{scales + r * groups, reciprocals + r * groups, zeros + r * groups};
+      const float* const x = rows + r * kStride<N>;
+      if (with_zeros) encode_row<N, true>(x, channels, groups, own, places[r].codes);
+      else encode_row<N, false>(x, channels, groups, own, places[r].codes);
+    }
+  }
+
+  // The largest magnitude of the channels of each lane: its bits, which are ordered as magnitudes
+  // are, NaN last.
+  template <class Count>
+  static FAJIT_INLINE vi magnitudes(const float* x, Count count) {
+    vi top{};
     for (int i = 0; i < count; i += kLanes) {
-      const vf some = select(iota() + i < int{count}, load(x + i), splat(x[0]));
+      const vi bits = load<vi>(x + i) & 0x7fffffff;
+      const vi own = kIsWhole<Count> ? bits : iota() + i < int{count} ? bits : vi{};
+      top = own > top ? own : top;
+    }
+    return top;
+  }
+  // The scales of magnitudes: NaN unless these are finite.
+  FAJIT_INLINE vf symmetric(vf largest) const {
+    const vf exact = largest - largest == 0.0f ? largest : splat(__builtin_nanf(""));
+    return scales_.rounded(exact / largest_, [&](vf s) { return s * largest_ < exact; });
+  }
+
+  // The largest value of the channels of each lane, and minus the least; NaN if one is not finite.
+  template <class Count>
+  static FAJIT_INLINE void extremes(const float* x, Count count, vf& top, vf& bottom) {
+    top = bottom = splat(-kInf);
+    vf finite{};  // NaN where a value is not
+    for (int i = 0; i < count; i += kLanes) {
+      const vf all = load(x + i);
+      const vf some = kIsWhole<Count> ? all : select(iota() + i < int{count}, all, splat(x[0]));
       top = max(top, some);
-      bottom = min(bottom, some);
+      bottom = max(bottom, -some);
       finite += some * 0.0f;
     }
-    const float high = reduce_max(top), low = -reduce_max(-bottom), nan = reduce_add(finite);
-    const float steps = largest_ - least_, magnitude = max(high, -low);
-    const float span = max(high - low, magnitude * (steps / 1024.0f));
-    const float exact = span - span == 0.0f ? span + nan : __builtin_nanf("");
-    const float scale =
-        scales_.put(exact / steps, scale_row, g, [&](float s) { return s * steps < exact; });
-    const float wanted = least_ - low / scale;
-    const float zero =
-        zeros_.put(wanted == wanted ? wanted : 0.0f, zero_row, g, [](float) { return false; });
-    divide<true>(x, count, out, scale, zero);
+    top += finite;
+    bottom += finite;
+  }
+  // a or b, whichever is larger, or NaN.
+  static FAJIT_INLINE vf larger(vf a, vf b) { return a == a ? max(a, b) : a; }
+  // The scales of groups with these extremes, and their zero points.
+  FAJIT_INLINE vf affine(vf high, vf low, float* zeros) const {
+    const float steps = largest_ - least_;
+    const vf span = max(high - low, max(high, -low) * (steps / 1024.0f));
+    const vf exact = span - span == 0.0f ? span : splat(__builtin_nanf(""));
+    const vf scale = scales_.rounded(exact / steps, [&](vf s) { return s * steps < exact; });
+    const vf wanted = least_ - low / scale;
+    store(zeros, zeros_.rounded(wanted == wanted ? wanted : vf{}, [](vf) { return vi{}; }));
+    return scale;
   }
 
-  // out = the codes of x / scale + zero. Clamps: whether they may be beyond the largest code.
-  template <bool Clamps, class Count>
-  FAJIT_INLINE void divide(const float* x, Count count, uint8_t* out, float scale,
-                           float zero) const {
+  // Those of the groups of a row.
+  struct Numbers { const float *scales, *reciprocals, *zeros; };
+
+  // dst = the codes of x / scale + zero. Affine: whether there are zero points, and codes beyond
+  // the largest, therefore.
+  template <int N, bool Affine, class Count>
+  FAJIT_INLINE void encode_row(const float* x, Count channels, int groups, const Numbers& own,
+                               T* dst) const {
 #if FAJIT_AVX
-    if (scale > 0x1p-64f && scale < 0x1p64f)
-      return encode<Clamps>(x, count, out, QuotientByProducts{splat(scale), splat(1.0f / scale)},
-                            zero);
-#endif
-    encode<true>(x, count, out, Quotient{splat(scale)}, zero);
-  }
-
-  template <bool Clamps, class Count, class Divided>
-  FAJIT_INLINE void encode(const float* x, Count count, uint8_t* out, Divided divided,
-                           float zero) const {
-    for (int i = 0; i < count; i += kLanes) {
-      const vf quotient = divided(load(x + i)) + zero;
-      store(out + i, low_bytes(words_of<Clamps>(quotient)));
+    bool normal = true;
+    for (int g = 0; g < groups; ++g) normal &= own.scales[g] > 0x1p-64f && own.scales[g] < 0x1p64f;
+    if (normal) {
+      const auto divided = [&](const float* from, int g) __attribute__((always_inline)) {
+        const QuotientByProducts quotient{splat(own.scales[g]), splat(own.reciprocals[g])};
+        const vf y = quotient(load(from));
+        return words_of<Affine>(Affine ? y + own.zeros[g] : y);
+      };
+      return put_codes<N>(x, channels, groups, dst, divided);
     }
-    if constexpr (same<T, int4x2_t>)
-      if (book_.is_used() && !book_.ascends())
-        for (int i = 0; i < count; ++i) out[i] = book_.code(out[i]);
+#endif
+    put_codes<N>(x, channels, groups, dst, [&](const float* from, int g) {
+      const vf y = load(from) / own.scales[g];
+      return words_of<true>(Affine ? y + own.zeros[g] : y);
+    });
   }
 
+  // dst = the codes of a row, words(x + i, group) at a time.
+  template <int N, class Count, class Words>
+  FAJIT_INLINE void put_codes(const float* x, Count channels, int groups, T* dst,
+                              Words words) const {
+    constexpr bool pairs = same<T, int4x2_t>;
+    if constexpr (kIsWhole<Count> && !pairs) {
+      for (int g = 0; g < groups; ++g)
+        for (int i = 0; i < channels; i += kLanes)
+          store(dst + g * channels + i, low_bytes(words(x + g * channels + i, g)));
+      return;
+    }
+    if constexpr (kIsWhole<Count> && N % (2 * kLanes) == 0) {
+      // Channels i and i + N / 2 are a pair.
+      const auto pair = [&](int i, int low, int high) __attribute__((always_inline)) {
+        store(dst + i, low_bytes(words(x + i, low) | (words(x + N / 2 + i, high) << 4)));
+      };
+      if (groups == 1) {
+        for (int i = 0; i < N / 2; i += kLanes) pair(i, 0, 0);
+        return;
+      }
+      if (groups % 2 == 0) {
+        for (int g = 0; g < groups / 2; ++g)
+          for (int i = 0; i < channels; i += kLanes) pair(g * channels + i, g, g + groups / 2);
+        return;
+      }
+    }
+    alignas(64) uint8_t codes[kStride<N>];
+    for (int g = 0; g < groups; ++g)
+      for (int i = 0; i < channels; i += kLanes)
+        store(codes + g * channels + i, low_bytes(words(x + g * channels + i, g)));
+    if constexpr (pairs) {
+      for (int i = 0; i < N / 2; ++i) dst[i].bits = codes[i] | (codes[i + N / 2] << 4);
+    } else {
+      __builtin_memcpy(dst, codes, N);
+    }
+  }
+
+  // The codes of numbers that are divided. Clamps: whether they may be beyond the largest code.
   template <bool Clamps>
   FAJIT_INLINE vu words_of(vf x) const {
     if constexpr (same<T, int4x2_t>)
-      if (book_.is_used()) return book_.nearest(x);
+      if (book_.is_used()) return book_.nearest(Clamps ? clamped(x, least_, largest_) : x);
     return code_words<T>(Clamps ? clamped(x, least_, largest_) : x);
   }
 

@@ -1,4 +1,4 @@
-// Transposes a kLanes x kLanes square of 32-bit words in registers.
+// kLanes x kLanes squares of 32-bit words in registers: transposed, and reduced to a vector.
 #pragma once
 #include <fajit/cpu/vector/vec.h>
 
@@ -40,6 +40,24 @@ FAJIT_INLINE void transpose(vi (&r)[kLanes]) {
 #endif
   exchange_halves<2>(r);
   exchange_halves<1>(r);
+}
+
+// Lane i of the result is `join` over the lanes of r[i]. Vector: vf or vi.
+template <class Vector, class Join>
+FAJIT_INLINE Vector reduce_columns(Vector (&r)[kLanes], Join join) {
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    const vi lane = iota();
+    const vi upper = (lane & half) != 0;
+    const vi even = upper ? lane - half + kLanes : lane;
+    const vi odd = upper ? lane + kLanes : lane + half;
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) {
+      const vi a = (vi)r[i], b = (vi)r[i + half];
+      r[i] = join((Vector)shuffle2(a, b, even), (Vector)shuffle2(a, b, odd));
+    }
+  }
+  return r[0];
 }
 
 }  // namespace fajit

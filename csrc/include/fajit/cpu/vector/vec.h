@@ -158,6 +158,20 @@ FAJIT_INLINE bool any_at_least(vf x, float bound) {
 #endif
 }
 
+// values[index] of 16 values.
+FAJIT_INLINE vf lookup16(const float* values, vi index) {
+#if FAJIT_AVX == 512 && !defined(__clang__)
+  return __builtin_shuffle(load(values), index);
+#elif FAJIT_AVX && !defined(__clang__)
+  const vf low = __builtin_shuffle(load(values), index & 7);
+  return index < 8 ? low : __builtin_shuffle(load(values + 8), index & 7);
+#else
+  vf r;
+  for (int i = 0; i < kLanes; ++i) r[i] = values[index[i]];
+  return r;
+#endif
+}
+
 // --- arithmetic -------------------------------------------------------------------------------
 
 // a < b ? a : b: when either is NaN the result is b. Pass the value that may be NaN second.
