@@ -5,17 +5,43 @@
 #if defined(__AVX512BF16__)
 namespace fajit {
 
-// 32 floats of 8 bits as bf16, which has Shift more bits of mantissa and a larger exponent by
-// `bias`. Magnitudes from `special` to 127, then those from 0 to `subnormal`, come from `table`.
-template <int Shift, uint16_t bias, uint16_t special, uint16_t subnormal>
-FAJIT_INLINE vi small_float_words(const void* p, v32 table) {
+// table[index & 31]. One instruction, where gcc 12 makes three of __builtin_shuffle.
+FAJIT_INLINE v32 lookup32(v32 table, v32 index) {
+  v32 r;
+  asm("vpermw %1, %2, %0" : "=v"(r) : "v"(table), "v"(index));
+  return r;
+}
+// 32 bytes as words: those of two codes of 4 bits, or of one of 8 bits with its sign.
+FAJIT_INLINE v32 load_bytes(const void* p) {
   v32 w;
   asm("vpmovzxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char (*)[32]>(p)));
-  const v32 entry = (w - special) & uint16_t{127};
-  const v32 normal = ((w & uint16_t{127}) << Shift) + uint16_t(bias << 7);
-  constexpr uint16_t entries = 129 - special + subnormal;
-  const v32 magnitude = entry < entries ? __builtin_shuffle(table, entry) : normal;
-  return (vi)(magnitude | ((w << 8) & uint16_t{0x8000}));
+  return w;
+}
+FAJIT_INLINE v32 load_signed_bytes(const void* p) {
+  v32 w;
+  asm("vpmovsxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char (*)[32]>(p)));
+  return w;
+}
+
+// 32 floats of 8 bits as bf16, which has Shift more bits of mantissa and a larger exponent by
+// `bias`. Magnitudes from 128 - special on, which are infinite or NaN, come from `table` behind
+// each other, as do those from 0 to 15 - special, of which the first ones are subnormal.
+template <int Shift, uint16_t bias, uint16_t special>
+FAJIT_INLINE vi small_float_words(const void* p, v32 table) {
+  const v32 w = load_signed_bytes(p), entry = w + special;  // modulo 128
+  v32 x = ((entry << Shift) & uint16_t(127 << Shift)) + uint16_t((bias << 7) - (special << Shift));
+  unsigned looked;
+  asm("vptestnmw %1, %2, %0" : "=Yk"(looked) : "v"(entry), "v"(v32{} + uint16_t{0x70}));
+  asm("vpermw %2, %3, %0%{%1%}" : "+v"(x) : "Yk"(looked), "v"(table), "v"(entry));
+  return (vi)(x | (w & uint16_t{0x8000}));
+}
+
+// Dims [d, d + 32) of a row of Dim codes of 4 bits, by a table that repeats its 16 values.
+template <int Dim>
+FAJIT_INLINE v32 lookup_codes(const int4x2_t* row, int d, v32 table) {
+  static_assert(Dim % 64 == 0);
+  const v32 pairs = load_bytes(row + d % (Dim / 2));
+  return lookup32(table, pairs >> uint16_t(d < Dim / 2 ? 0 : 4));
 }
 
 // Dims [d, d + 32) of a row of Dim as words of two bf16, exact for integers and floats of 8 bits,
@@ -26,18 +52,19 @@ FAJIT_INLINE vi bfloat16_words(const T* row, int d) {
   if constexpr (same<T, bfloat16_t>) {
     return load<vi>(p);
   } else if constexpr (same<T, int4x2_t>) {
-    static_assert(Dim % 64 == 0);
     constexpr v32 table = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                           0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                           0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                            0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    v32 pairs;
-    asm("vpmovzxbw %1, %0" : "=v"(pairs) : "m"(*(const char (*)[32])(row + d % (Dim / 2))));
-    return (vi)__builtin_shuffle(table, (pairs >> uint16_t(d < Dim / 2 ? 0 : 4)) & uint16_t{15});
+    return (vi)lookup_codes<Dim>(row, d, table);
   } else if constexpr (same<T, e4m3_t>) {
-    constexpr v32 table = {0x7fc0, 0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
-    return small_float_words<4, 120, 127, 7>(p, table);
+    constexpr v32 table = {0x7fc0, 0,      0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40,
+                           0x3c60, 0x3c80, 0x3c90, 0x3ca0, 0x3cb0, 0x3cc0, 0x3cd0, 0x3ce0};
+    return small_float_words<4, 120, 1>(p, table);
   } else if constexpr (same<T, e5m2_t>) {
-    constexpr v32 table = {0x7f80, 0x7fc0, 0x7fc0, 0x7fc0, 0, 0x3780, 0x3800, 0x3840};
-    return small_float_words<5, 112, 124, 3>(p, table);
+    constexpr v32 table = {0x7f80, 0x7fc0, 0x7fc0, 0x7fc0, 0,      0x3780, 0x3800, 0x3840,
+                           0x3880, 0x38a0, 0x38c0, 0x38e0, 0x3900, 0x3920, 0x3940, 0x3960};
+    return small_float_words<5, 112, 4>(p, table);
   } else {
     const vf low = Storage<T>::load(p), high = Storage<T>::load(p + kLanes);
     vi words;
