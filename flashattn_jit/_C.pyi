@@ -270,6 +270,7 @@ class PlanOptions:
         limits: tuple[int, int, int, int] | None = None,
         num_levels: int = 0,
         row_block: int = 0,
+        heads_apart: bool = False,
     ) -> None: ...
 
 _Mask = tuple[Sequence[int], Sequence[_Layout], Sequence[int | float], str, bool, bool]

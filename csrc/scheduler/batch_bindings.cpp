@@ -155,7 +155,8 @@ Limits read_limits(py::handle source) {
 PlanOptions make_options(int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim_v,
                          int32_t few_rows, std::array<int32_t, 2> num_workers, bool share_workers,
                          bool batch_invariant, std::array<int32_t, 2> split_keys, double merge_ns,
-                         py::handle limits, int32_t num_levels, int32_t row_block) {
+                         py::handle limits, int32_t num_levels, int32_t row_block,
+                         bool heads_apart) {
   if (row_block < 0) throw py::value_error("row_block must not be negative");
   PlanOptions options;
   options.num_q_heads = num_q_heads;
@@ -163,6 +164,7 @@ PlanOptions make_options(int32_t num_q_heads, int32_t num_kv_heads, int32_t head
   options.head_dim_v = head_dim_v;
   options.few_rows = few_rows;
   options.share_workers = share_workers;
+  options.heads_apart = heads_apart;
   options.batch_invariant = batch_invariant;
   options.merge_ns = merge_ns;
   options.limits = read_limits(limits);
@@ -335,7 +337,8 @@ void bind_plan(py::module_& m) {
            py::arg("head_dim_v"), py::arg("few_rows"), py::arg("num_workers"),
            py::arg("share_workers") = false, py::arg("batch_invariant") = false,
            py::arg("split_keys") = std::array<int32_t, 2>{0, 0}, py::arg("merge_ns") = 0.0,
-           py::arg("limits") = py::none(), py::arg("num_levels") = 0, py::arg("row_block") = 0);
+           py::arg("limits") = py::none(), py::arg("num_levels") = 0, py::arg("row_block") = 0,
+           py::arg("heads_apart") = false);
   m.def("row_tiles", &row_tiles, py::arg("lengths"), py::arg("module"), py::arg("options"),
         py::kw_only(), py::arg("tile_q"), py::arg("tile_kv"), py::arg("mask") = py::none());
   const auto of_kind = [](auto member) {

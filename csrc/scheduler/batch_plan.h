@@ -143,6 +143,7 @@ struct PlanOptions {
   int32_t few_rows = 0;             // a request with at most this many packed rows is few-row work
   int32_t num_workers[2] = {1, 1};  // of each launch; CPU: threads, the same for both
   bool share_workers = false;       // CPU: one balance over both kinds
+  bool heads_apart = false;         // the rows of a kv head, not of a token, are adjacent in memory
   bool batch_invariant = false;    // cut at multiples of split_keys, whatever the rest of the batch
   int32_t split_keys[2] = {0, 0};  // 0: never cut
   bool classify = false;           // estimate costs with the mask's interval form

@@ -25,7 +25,8 @@ Bound bound_of(int kind, const Kind& k, const PlanOptions& o, int32_t q_block) {
   bound.units = std::min(rows, rows / k.tile_q + spans) * o.num_kv_heads;
   bound.rows = rows * o.num_kv_heads;
   if (!o.batch_invariant) {
-    bound.cuts = o.num_workers[kind];  // at most one cut per worker
+    bound.cuts = o.num_workers[kind];  // at most one cut per worker, of one head or of all
+    if (o.share_workers && !o.heads_apart && kind == 1) bound.cuts *= o.num_kv_heads;
   } else if (o.split_keys[kind] > 0) {
     // Lists consist of whole blocks, so they may have more keys than max_kv_len.
     bound.splits = ceil_div(o.limits.max_kv_len, o.split_keys[kind]) + (q_block > 0 ? 1 : 0);

@@ -74,7 +74,8 @@ def test_at_most_two_partial_tiles_a_worker(shape, heads, workers, share):
     planned = make(q_len, Ragged(kv_len), heads=heads, workers=workers, share_workers=share)
     partial = [sum(item["partial"] >= 0 for item in items) for items in planned.work]
     tiles = [sum(partial)] if share else partial
-    assert all(count <= 2 * workers for count in tiles)
+    most = 2 * workers * (heads[1] if share else 1)  # threads cut few rows of all heads at once
+    assert all(count <= most for count in tiles)
     rows = sum(n * kind.tile_q for n, kind in zip(partial, (PREFILL, FEW_ROW), strict=True))
     assert planned.plan.partial_rows <= rows
     for work in planned.work:

@@ -71,6 +71,30 @@ def test_many_units_are_not_split(q_len):
     assert not on_threads(q_len, [4096] * 4, (8, 8)).merges
 
 
+@pytest.mark.parametrize("kv_len", [[4096] * 8, [9000, 700, 5000], [65536], [300] * 5])
+def test_the_heads_of_a_token_are_read_by_one_worker(kv_len):
+    planned = on_threads(1, kv_len, (8, 4), workers=3)
+    check_whole(planned, kv_len)
+    for items in planned.lists(1):
+        heads = [item["head_begin"] for item in items]
+        assert heads == [0, 2, 4, 6] * (len(items) // 4)
+        for first in range(0, len(items), 4):
+            keys = {(i["request"], i["kv_begin"], i["kv_end"]) for i in items[first : first + 4]}
+            assert len(keys) == 1
+    loads = planned.loads()
+    assert max(loads) <= 1.25 * sum(loads) / 3
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "options"), [([4096] * 4, {"heads_apart": True}), ([200], {}), ([200] * 3, {})]
+)
+def test_heads_are_divided_where_that_ends_earlier_or_they_are_apart(kv_len, options):
+    planned = on_threads(1, kv_len, (4, 4), **options)
+    check_whole(planned, kv_len)
+    heads = [{item["head_begin"] for item in items} for items in planned.lists(1)]
+    assert heads == [{0, 1}, {2, 3}]
+
+
 def test_work_does_not_depend_on_what_ran_before():
     def whole() -> tuple:
         plan = on_threads(70, [500, 900], workers=3).plan

@@ -60,5 +60,5 @@ def plan(layout: Layout, bound: Bound, name: str, target: str) -> Schedule:
     options = Options(
         d.num_q_heads, d.num_kv_heads, d.head_dim, d.head_dim_v, *layout.dtypes, d.device, target
     )
-    planned = plan_call(options, Requests(layout.lengths, d), bound, name).native
+    planned = plan_call(options, Requests(layout.lengths, d), bound, name, heads_apart=True).native
     return Schedule(**{f.name: getattr(planned, f.name) for f in fields(Schedule)})

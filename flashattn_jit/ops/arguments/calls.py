@@ -127,6 +127,12 @@ class Form:
         return dim_of(self.v_shape[-1], self.dtypes[2])
 
     @property
+    def heads_apart(self) -> bool:
+        """Whether the rows of a key-value head follow each other in memory, not those of a token."""
+        step = self.strides[1]
+        return self.kind == "dense" and self.k_shape[2] > 1 and step[1] > step[2]
+
+    @property
     def kv_extents(self) -> tuple[int, int]:
         """Requests or pages of k and v (packed: 1), and rows of each, as kernels count them.
 

@@ -326,7 +326,9 @@ def _plan(call: Call, requests: Requests, bound: Bound, name: str) -> Variation:
         form.num_q_heads, form.num_kv_heads, form.head_dim, form.head_dim_v, *form.dtypes, device,
         call.target,
     )  # fmt: skip
-    plan = plan_call(options, requests, bound, name, not call.aligned, call.block_mask)
+    plan = plan_call(
+        options, requests, bound, name, not call.aligned, call.block_mask, form.heads_apart
+    )
     state = None
     if not call.num_threads:
         from ..device.plan_memory import state_of
@@ -343,6 +345,7 @@ def plan_call(
     name: str,
     unaligned: bool = False,
     block_mask: BlockMaskLayout | None = None,
+    heads_apart: bool = False,
 ) -> Variation:
     """The plan of a dense or packed call; kernels that no cache has are compiled.
 
@@ -356,8 +359,9 @@ def plan_call(
     if kernels is None:
         kernels = _kernels.keep(options, Kernels(options))
     batch = Batch(
-        kernels, name, requests.lengths, requests.dims, block_mask=block_mask, keeps_mask=False
-    )
+        kernels, name, requests.lengths, requests.dims, block_mask=block_mask, keeps_mask=False,
+        heads_apart=heads_apart,
+    )  # fmt: skip
     return vary(batch, bound, unaligned and not options.cpu)
 
 

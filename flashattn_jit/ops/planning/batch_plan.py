@@ -258,7 +258,12 @@ class Kernels:
         return Kernel(spec, module, native, workers)
 
     def plan_options(
-        self, kernels: Pair, num_kv_heads: int, num_levels: int, row_block: int = 0
+        self,
+        kernels: Pair,
+        num_kv_heads: int,
+        num_levels: int,
+        row_block: int = 0,
+        heads_apart: bool = False,
     ) -> _C.PlanOptions:
         """The options of plans for these kernels on this machine."""
         threads = torch.get_num_threads()
@@ -267,6 +272,7 @@ class Kernels:
             num_kv_heads,
             num_levels,
             row_block,
+            heads_apart,
             *(k and (k.workers, k.spec.tile_kv) for k in kernels),
         )
         found = self._plan_options.get(key)
@@ -293,6 +299,7 @@ class Kernels:
             limits=None if o.limits is None else o.limits.native(),
             num_levels=num_levels,
             row_block=row_block,
+            heads_apart=heads_apart,
         )
         return found
 
@@ -353,7 +360,8 @@ class Batch(NamedTuple):
 
     name: of the variant. num_levels: of shared keys. keeps_mask: every run uses the mask params of
     the plan; otherwise runs may have others, and the work of a mask that reads tensors is estimated
-    from lengths.
+    from lengths. heads_apart: the rows of a key-value head follow each other in memory, not those of
+    a token.
     """
 
     kernels: Kernels
@@ -365,6 +373,7 @@ class Batch(NamedTuple):
     num_levels: int = 0
     block_mask: BlockMaskLayout | None = None
     keeps_mask: bool = True
+    heads_apart: bool = False
 
     @property
     def options(self) -> Options:
@@ -516,7 +525,9 @@ def vary(
         native = _C.BatchPlan(
             batch.lengths,
             native_kinds(pair),
-            kernels.plan_options(pair, num_kv_heads, batch.num_levels, row_block),
+            kernels.plan_options(
+                pair, num_kv_heads, batch.num_levels, row_block, batch.heads_apart
+            ),
             None if lists is None else lists.native(),
             costed,
         )
