@@ -360,8 +360,8 @@ class Batch(NamedTuple):
 
     name: of the variant. num_levels: of shared keys. keeps_mask: every run uses the mask params of
     the plan; otherwise runs may have others, and the work of a mask that reads tensors is estimated
-    from lengths. heads_apart: the rows of a key-value head follow each other in memory, not those of
-    a token.
+    from lengths. heads_apart: the rows of a key-value head are adjacent in memory, not those of a
+    token.
     """
 
     kernels: Kernels
