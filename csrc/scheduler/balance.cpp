@@ -22,7 +22,7 @@ constexpr double kExcess = 0.03;        // part of a share that may be exceeded 
 constexpr double kReplicaLoss = 1.035;  // accepted loss of planning for one kv head only
 // Few rows of all kv heads are one worker's, unless workers with heads of their own end this much
 // earlier: the heads of a token follow each other in memory, which each worker would read in pieces
-// from every page. 8 requests of 4,096 keys and 8 heads of 128 bf16 took 1.38 times as long with 4
+// from every page. 8 requests of 4,096 keys and 8 heads of 128 bf16 took 1.2 times as long with 4
 // heads a thread (2 threads of a Xeon, pages of 16).
 constexpr double kHeadsApart = 1.25;
 constexpr int kSweeps = 8;  // passes over all cuts in even_out()
