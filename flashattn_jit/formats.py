@@ -266,7 +266,7 @@ class Format:
         magnitude = torch.maximum(most.abs(), least.abs())
         span = torch.maximum(most - least, magnitude * (steps / 1024.0))
         scales = _least_scales(span, steps, self.scale_dtype)
-        zeros = (code.least - least / scales.float()).nan_to_num(0.0)
+        zeros = (code.least - least / scales.float()).nan_to_num(0.0, posinf=0.0, neginf=0.0)
         return scales, zeros.to(self.scale_dtype)
 
 

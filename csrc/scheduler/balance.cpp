@@ -20,11 +20,11 @@ constexpr double kShares[] = {1.005, 1.02, 1.04, 1.06, 1.08, 1.11, 1.15, 1.2, 1.
 constexpr double kLeastGain = 0.97;
 constexpr double kExcess = 0.03;        // part of a share that may be exceeded without a cut
 constexpr double kReplicaLoss = 1.035;  // accepted loss of planning for one kv head only
-// Few rows of all kv heads are one worker's, unless workers with heads of their own end this much
-// earlier: the heads of a token follow each other in memory, which each worker would read in pieces
-// from every page. 8 requests of 4,096 keys and 8 heads of 128 bf16 took 1.2 times as long with 4
-// heads a thread (2 threads of a Xeon, pages of 16).
-constexpr double kHeadsApart = 1.25;
+// Few rows of all kv heads are one worker's, unless workers with heads of their own end earlier by
+// this much of the time of few rows: the heads of a token follow each other in memory, which each
+// worker would read in pieces from every page. 8 requests of 4,096 keys and 8 heads of 128 bf16
+// took 1.2 times as long with 4 heads a thread (2 threads of a Xeon, pages of 16).
+constexpr double kPiecesLoss = 0.25;
 constexpr int kSweeps = 8;  // passes over all cuts in even_out()
 // Parts of the whole cost that come last and are assigned longest first, whatever their keys, to
 // try: see Spreader::by_sections.
@@ -518,12 +518,14 @@ Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2]
                 const PlanOptions& options, int32_t num_workers) {
   std::vector<int32_t> ids;
   ids.reserve(units.size());
-  bool per_head = false, few = false;
+  bool per_head = false;
+  double total = 0, few_total = 0;  // of one kv head, without cuts
   for (size_t i = 0; i < units.size(); ++i) {
     if (units[i].dropped || (kind >= 0 && units[i].kind != kind)) continue;
     ids.push_back(static_cast<int32_t>(i));
     per_head |= units[i].head >= 0;
-    few |= units[i].kind == kFewRows;
+    total += units[i].cost_ns;
+    if (units[i].kind == kFewRows) few_total += units[i].cost_ns;
   }
   const int32_t all_heads = per_head ? 1 : options.num_kv_heads;
   const int32_t replicas = per_head ? 1 : std::gcd(all_heads, num_workers);
@@ -533,12 +535,20 @@ Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2]
   const auto spread_over = [&](int32_t own_heads, int32_t workers, double keys, bool bundles) {
     return Spreader(units, ids, kind, kinds, options, own_heads, workers, keys, bundles).spread();
   };
-  const bool bundles =
-      options.share_workers && !options.heads_apart && few && all_heads > 1 && num_workers > 1;
+  const bool bundles = options.share_workers && !options.heads_apart && few_total > 0 &&
+                       all_heads > 1 && num_workers > 1;
+  const auto end_with_merge = [&](const Spread& spread) {
+    return spread.end_ns +
+           (spread.is_cut && options.limits.max_requests == 0 ? options.merge_ns : 0);
+  };
   Spread bundled;
+  double allowed = 0;  // of time, to keep heads together
   if (bundles) {
+    const double parallel = static_cast<double>(all_heads) / num_workers;
+    allowed = kPiecesLoss * parallel * few_total;
     bundled = spread_over(all_heads, num_workers, cached, true);
-    if (bundled.end_ns <= kHeadsApart * bundled.mean_ns())  // nothing can be that much better
+    // No other plan ends before the mean without cuts.
+    if (end_with_merge(bundled) <= parallel * total + allowed)
       return numbered(std::move(bundled), units.size(), all_heads, 1);
   }
   int32_t used = replicas;
@@ -552,7 +562,7 @@ Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2]
       used = 1;
     }
   }
-  if (bundles && bundled.end_ns <= kHeadsApart * best.end_ns) {
+  if (bundles && end_with_merge(bundled) <= end_with_merge(best) + allowed) {
     best = std::move(bundled);
     used = 1;
   }

@@ -40,10 +40,11 @@ struct Balance {
   }
 };
 
-// `kind`: the kind of units; -1: all units, on workers that both kinds share, of which each has all
-// kv heads of a few-row unit if the loads allow it. Makes at most `num_workers` cuts, of one head
-// or of such a unit, so at most twice as many partial tiles of units that are not shared; in
-// batch-invariant mode the cuts depend on each unit alone.
+// `kind`: the kind of units; -1: all units, on workers that both kinds share. There a few-row unit
+// is of all kv heads, one after another, if the loads allow it and options.heads_apart does not say
+// that heads are apart in memory. Makes at most `num_workers` cuts, of one head or of all, so at
+// most twice as many partial tiles of each head of units that are not shared; in batch-invariant
+// mode the cuts depend on each unit alone.
 Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2],
                 const PlanOptions& options, int32_t num_workers);
 

@@ -8,8 +8,8 @@
 namespace fajit::scheduler {
 namespace {
 
-// Maxima of one kind: row tiles of all kv heads, packed rows in them, and cuts.
-struct Bound { int64_t units = 0, rows = 0, cuts = 0, splits = 1; };
+// Maxima of one kind: row tiles of all kv heads, packed rows in them and in one tile, and cuts.
+struct Bound { int64_t units = 0, rows = 0, tile_rows = 0, cuts = 0, splits = 1; };
 
 Bound bound_of(int kind, const Kind& k, const PlanOptions& o, int32_t q_block) {
   Bound bound;
@@ -24,6 +24,8 @@ Bound bound_of(int kind, const Kind& k, const PlanOptions& o, int32_t q_block) {
   // The last tile of every span may be partly filled.
   bound.units = std::min(rows, rows / k.tile_q + spans) * o.num_kv_heads;
   bound.rows = rows * o.num_kv_heads;
+  const int64_t of_span = kind == 1 ? std::max(o.few_rows, 1) : rows;
+  bound.tile_rows = std::min({int64_t{k.tile_q}, of_span, rows});
   if (!o.batch_invariant) {
     bound.cuts = o.num_workers[kind];  // at most one cut per worker, of one head or of all
     if (o.share_workers && !o.heads_apart && kind == 1) bound.cuts *= o.num_kv_heads;
@@ -58,8 +60,9 @@ Capacity capacity_of(const Kind (&kinds)[2], const PlanOptions& o, int32_t q_blo
     if (o.batch_invariant) {
       if (levels > 0 || bound.splits > 1) c.partial_rows += bound.rows * bound.splits;
     } else {
-      // A cut makes two states of none, or one more if all units write states already.
-      c.partial_rows += levels > 0 ? bound.rows + bound.cuts * tile_q : 2 * bound.cuts * tile_q;
+      // A cut makes two states of none, or one more if the unit is cut or shared already.
+      const int64_t of_cuts = bound.cuts * bound.tile_rows;
+      c.partial_rows += of_cuts + (levels > 0 ? bound.rows : std::min(of_cuts, bound.rows));
     }
   }
   if (levels > 0) {

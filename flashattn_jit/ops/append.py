@@ -319,7 +319,7 @@ class AppendPlan:
     ) -> _Steps:
         """What does not depend on addresses; returns the steps of the copies.
 
-        sides: the kinds of k_stored and v_stored, pages.
+        sides: the kinds of k_stored and v_stored, the pages.
         """
         k_side, v_side = sides
         besides = (k_side.beside(k_stored), v_side.beside(v_stored))
@@ -463,7 +463,7 @@ def _kind(pages: Codes) -> tuple[object, ...] | None:
     if not isinstance(pages, Stored):
         return None
     has_zeros, has_book = pages.zeros is not None, pages.codebook is not None
-    return (pages.group, pages.block, pages.rotated, has_zeros, has_book)
+    return (pages.group, pages.block, bool(pages.rotated), has_zeros, has_book)
 
 
 def _codes(pages: Codes) -> torch.Tensor:

@@ -15,6 +15,7 @@ from .batch_plans import (
     PREFILL,
     Dense,
     Planned,
+    Ragged,
     check_whole,
     make,
 )
@@ -83,6 +84,28 @@ def test_the_heads_of_a_token_are_read_by_one_worker(kv_len):
             assert len(keys) == 1
     loads = planned.loads()
     assert max(loads) <= 1.25 * sum(loads) / 3
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 1, 1, 2, 60]), st.integers(1, 3000)), min_size=1, max_size=6
+    ),
+    st.sampled_from([(8, 8), (4, 2), (32, 32), (32, 8), (3, 3)]), st.integers(2, 9),
+)  # fmt: skip
+def test_keeping_heads_together_costs_a_quarter_of_the_time_of_few_rows(requests, heads, workers):
+    q_len, kv_len = [q for q, _ in requests], [max(q, k) for q, k in requests]
+    plans = [
+        make(
+            q_len, Ragged(kv_len), heads=heads, workers=workers, kinds=CPU_KINDS,
+            merge_ns=CPU_MERGE_NS, head_dim_v=128, share_workers=True, heads_apart=apart,
+        )
+        for apart in (False, True)
+    ]  # fmt: skip
+    together, apart = (p.plan.critical_ns + CPU_MERGE_NS * bool(p.merges) for p in plans)
+    few = sum(plans[1].plan.load_ns(1)) / workers
+    assert together <= apart + 0.25 * few + 1.0
+    check_whole(plans[0], kv_len)
 
 
 @pytest.mark.parametrize(

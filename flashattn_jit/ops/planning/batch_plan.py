@@ -526,7 +526,11 @@ def vary(
             batch.lengths,
             native_kinds(pair),
             kernels.plan_options(
-                pair, num_kv_heads, batch.num_levels, row_block, batch.heads_apart
+                pair,
+                num_kv_heads,
+                batch.num_levels,
+                row_block,
+                batch.heads_apart or blocks is not None,  # kernels of blocks take head by head
             ),
             None if lists is None else lists.native(),
             costed,

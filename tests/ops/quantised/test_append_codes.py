@@ -45,6 +45,7 @@ def rows(dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.T
     x[8] *= 1e4
     x[9, 0, ::3] = -0.0
     x[10, 1] *= 1e-6  # subnormal in fp16
+    x[10, 2] = 1.4e-45  # the span over that of the codes is 0
     return x.to(dtype)
 
 
@@ -125,6 +126,22 @@ def test_equal_values_and_any_order_of_a_codebook(target: str | None) -> None:
     fa.append_paged_kv(k, -k, *caches, Q_INDPTR, PAGED, target=target)
     for cache, x in zip(caches, (k, -k), strict=True):
         check(cache, own.quantize(x))
+
+
+@pytest.mark.parametrize("target", [default_target(), other_target()])
+def test_values_of_a_codebook_near_the_least_float(target: str, monkeypatch) -> None:
+    """Quotients at the middles between values, where their last bits are subnormal."""
+    monkeypatch.setenv("FLASHATTN_JIT_TARGET", target)
+    own = Format((1.0, *((i - 7) * 2.0**-125 for i in range(15))))
+    ends = torch.linspace(1.0, 1.99, 11)[:, None, None].expand(11, HEADS, 1)
+    middles = (torch.arange(63) % 14 - 6.5) * 2.0**-125 * ends
+    up = torch.nextafter(middles, torch.tensor(1.0))
+    for rows_of in (middles, up):
+        k = torch.cat([ends, rows_of], -1)
+        caches = empty(own, 64), empty(own, 64)
+        fa.append_paged_kv(k, -k, *caches, Q_INDPTR, PAGED)
+        for cache, x in zip(caches, (k, -k), strict=True):
+            check(cache, own.quantize(x))
 
 
 @needs_nvcc

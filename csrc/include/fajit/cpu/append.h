@@ -91,7 +91,7 @@ class Append {
       alignas(64) float values[Q::kRows * stride];
       typename Q::Place places[Q::kRows];
       int count = 0;
-      // From a row to the one that is read a batch later.
+      // From a row to one that is read at least a batch later, or lies behind the last row.
       const int64_t to_later = rows.from.strides[0] * ((Q::kRows - 1) / c_.args->num_kv_heads + 1);
       each_row(item, [&](int64_t token, int32_t page, int32_t slot, int32_t head, int32_t key) {
         float* const to = values + count * stride;
@@ -133,7 +133,8 @@ int run_append(const fajit_args* a) {
   if (a->num_work <= 0 && a->cursors == nullptr) return FAJIT_OK;
   if (a->num_tensors != Config::kTensors + 10 || a->head_dim != Config::kHeadDim ||
       a->head_dim_v != Config::kHeadDimV || a->page_indptr == nullptr ||
-      a->page_indices == nullptr || a->page_size < 1 || !WorkList::is_valid(a))
+      a->page_indices == nullptr || a->page_size < 1 || a->num_kv_heads < 1 ||
+      !WorkList::is_valid(a))
     return FAJIT_BAD_ARGS;
   WorkList list(a);
   const Append<Config, Hooks> append(a);

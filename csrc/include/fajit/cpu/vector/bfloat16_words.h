@@ -11,7 +11,7 @@ FAJIT_INLINE v32 lookup32(v32 table, v32 index) {
   asm("vpermw %1, %2, %0" : "=v"(r) : "v"(table), "v"(index));
   return r;
 }
-// 32 bytes as words: those of two codes of 4 bits, or of one of 8 bits with its sign.
+// 32 bytes as words, unsigned and signed.
 FAJIT_INLINE v32 load_bytes(const void* p) {
   v32 w;
   asm("vpmovzxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char (*)[32]>(p)));

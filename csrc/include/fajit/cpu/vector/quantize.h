@@ -68,12 +68,16 @@ class Codebook {
     for (int count = 1; count < 16; count *= 2)
       for (int i = 0; i < count; ++i) {
         const int at = (2 * i + 1) * (8 / count);
-        middles_[count + i] = (sorted[at] + sorted[at - 1]) * 0.5f;
+        const float middle = (sorted[at] + sorted[at - 1]) * 0.5f;
+        middles_[count + i] = middle;
+        is_tiny_ |= middle != 0.0f && abs(middle) < 0x1p-64f;
       }
   }
 
   bool is_used() const { return used_; }
   float largest() const { return largest_; }
+  // Whether quotients are compared with numbers so small that their last bits may be subnormal.
+  bool is_tiny() const { return is_tiny_; }
   // The code of the value nearest to x, no NaN: of two equally near ones of the lower. A binary
   // search among the middles between values; comparing all of them took 2.4 times as long (appends
   // of nf4, AVX-512).
@@ -103,6 +107,7 @@ class Codebook {
 
   const bool used_;
   bool ascends_ = true;  // in order of values, code i is i
+  bool is_tiny_ = false;
   float largest_ = 0.0f;
   // Level by level of a binary tree: the middle of all, of the lower and the upper half, and so on.
   alignas(64) float middles_[16] = {};
@@ -193,8 +198,8 @@ FAJIT_INLINE vb low_bytes(vu x) {
 
 #if FAJIT_AVX
 // The bits of x / divisor, by a product and a correction (Markstein 1990), in less time than
-// divisions take. The divisor is from 2^-64 to 2^64, and x / divisor finite: what is left of
-// quotients that matter is exact.
+// divisions take. The divisor is from 2^-64 to 2^64, and x / divisor finite and either 0 or at
+// least 2^-64 where its last bits matter: what is left of such quotients is exact.
 struct QuotientByProducts {
   vf divisor, reciprocal;
   FAJIT_INLINE vf operator()(vf x) const {
@@ -305,7 +310,7 @@ class Quantizer {
         scales_.put(scales[r * groups + g], places[r].scales, g);
         if (with_zeros) zeros_.put(zeros[r * groups + g], places[r].zeros, g);
       }
-      const Numbers own{scales + r * groups, reciprocals + r * groups, zeros + r * groups};
+      const Divisors own{scales + r * groups, reciprocals + r * groups, zeros + r * groups};
       const float* const x = rows + r * kStride<N>;
       if (with_zeros) encode_row<N, true>(x, channels, groups, own, places[r].codes);
       else encode_row<N, false>(x, channels, groups, own, places[r].codes);
@@ -354,20 +359,21 @@ class Quantizer {
     const vf exact = span - span == 0.0f ? span : splat(__builtin_nanf(""));
     const vf scale = scales_.rounded(exact / steps, [&](vf s) { return s * steps < exact; });
     const vf wanted = least_ - low / scale;
-    store(zeros, zeros_.rounded(wanted == wanted ? wanted : vf{}, [](vf) { return vi{}; }));
+    const vf zero = wanted - wanted == 0.0f ? wanted : vf{};  // infinite where the scale is 0
+    store(zeros, zeros_.rounded(zero, [](vf) { return vi{}; }));
     return scale;
   }
 
-  // Those of the groups of a row.
-  struct Numbers { const float *scales, *reciprocals, *zeros; };
+  // What the groups of a row are divided by, and their zero points.
+  struct Divisors { const float *scales, *reciprocals, *zeros; };
 
   // dst = the codes of x / scale + zero. Affine: whether there are zero points, and codes beyond
   // the largest, therefore.
   template <int N, bool Affine, class Count>
-  FAJIT_INLINE void encode_row(const float* x, Count channels, int groups, const Numbers& own,
+  FAJIT_INLINE void encode_row(const float* x, Count channels, int groups, const Divisors& own,
                                T* dst) const {
 #if FAJIT_AVX
-    bool normal = true;
+    bool normal = !book_.is_tiny();
     for (int g = 0; g < groups; ++g) normal &= own.scales[g] > 0x1p-64f && own.scales[g] < 0x1p64f;
     if (normal) {
       const auto divided = [&](const float* from, int g) __attribute__((always_inline)) {

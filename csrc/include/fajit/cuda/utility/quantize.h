@@ -215,9 +215,9 @@ class Quantizer {
                                            writes, [&](float s) { return s * steps < span; });
     if (!has_zeros_) return {scale, -0.0f};
     const float wanted = least_ - low / scale;
-    const float zero =
-        beside_.zeros.put(wanted == wanted ? wanted : 0.0f, beside_.zeros.at(page, slot, head), g,
-                          writes, [](float) { return false; });
+    const float zero = beside_.zeros.put(wanted - wanted == 0.0f ? wanted : 0.0f,
+                                         beside_.zeros.at(page, slot, head), g, writes,
+                                         [](float) { return false; });
     return {scale, zero};
   }
 
