@@ -55,8 +55,10 @@ class Schedule:
 
 
 def plan(layout: Layout, bound: Bound, name: str, target: str) -> Schedule:
-    """The call's schedule over contiguous [batch, heads, keys, dim]; compiles its kernel if the cache
-    lacks it. Raises CompileError."""
+    """The call's schedule, over contiguous [batch, heads, keys, dim].
+
+    Compiles its kernel if the cache lacks it. Raises CompileError.
+    """
     d = layout.dims
     options = Options(
         d.num_q_heads, d.num_kv_heads, d.head_dim, d.head_dim_v, *layout.dtypes, d.device, target

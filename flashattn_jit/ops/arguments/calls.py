@@ -128,8 +128,10 @@ class Form:
 
     @property
     def heads_apart(self) -> bool:
-        """Whether the keys of a head are adjacent in memory, not those of a token. Values may lie
-        otherwise: it only decides how work is divided."""
+        """Whether the keys of a head are adjacent in memory, not those of a token.
+
+        Values may lie otherwise: it only decides how work is divided.
+        """
         step = self.strides[1]
         return self.kind == "dense" and self.k_shape[2] > 1 and step[1] > step[2]
 
