@@ -23,7 +23,7 @@ constexpr double kReplicaLoss = 1.035;  // accepted loss of planning for one kv 
 // Few rows of all kv heads are one worker's, unless workers with heads of their own end earlier by
 // this much of the time of few rows: the heads of a token follow each other in memory, which each
 // worker would read in pieces from every page. 8 requests of 4,096 keys and 8 heads of 128 bf16
-// took 1.2 times as long with 4 heads a thread (2 threads of a Xeon, pages of 16).
+// took 1.2 times as long with 4 heads a thread (2 threads of a Xeon, pages of 16, by hand).
 constexpr double kPiecesLoss = 0.25;
 constexpr int kSweeps = 8;  // passes over all cuts in even_out()
 // Parts of the whole cost that come last and are assigned longest first, whatever their keys, to

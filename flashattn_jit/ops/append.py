@@ -206,8 +206,9 @@ class AppendPlan:
             LaunchError: CUDA refused the launch.
         """
         if isinstance(k_pages, Stored) or isinstance(v_pages, Stored):
-            _check_no_op((*_tensors_of(k, v, k_pages, v_pages), *_tensors(params)))
-            self._quantise(k, v, k_pages, v_pages, params)
+            rows = _tensors_of(k, v, k_pages, v_pages)
+            _check_no_op((*rows, *_tensors(params)))
+            self._quantise(rows, k_pages, v_pages, params)
             return
         given: tuple[torch.Tensor, ...] = (k, v, k_pages, v_pages)
         if params:
@@ -231,7 +232,7 @@ class AppendPlan:
     ) -> None:
         """`run` outside of the tracer, on any objects."""
         if isinstance(k_pages, Stored) or isinstance(v_pages, Stored):
-            self._quantise(k, v, k_pages, v_pages, {})
+            self._quantise(_tensors_of(k, v, k_pages, v_pages), k_pages, v_pages, {})
             return
         names = ("k", "v", "k_pages", "v_pages")
         for name, tensor in zip(names, (k, v, k_pages, v_pages), strict=True):
@@ -283,11 +284,10 @@ class AppendPlan:
 
     @on_host
     def _quantise(
-        self, k: torch.Tensor, v: torch.Tensor, k_pages: Codes, v_pages: Codes,
-        params: dict[str, object],
-    ) -> None:  # fmt: skip
-        """`run` into pages of codes."""
-        given = _tensors_of(k, v, k_pages, v_pages)
+        self, given: list[torch.Tensor], k_pages: Codes, v_pages: Codes, params: dict[str, object]
+    ) -> None:
+        """`run` into pages of codes. given: `_tensors_of` the call."""
+        k, v = given[:2]
         form = (_kind(k_pages), _kind(v_pages), *[
             (t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in given
         ])  # fmt: skip

@@ -15,18 +15,26 @@ FAJIT_INLINE vi shuffle2(vi a, vi b, vi index) {
 #endif
 }
 
+// Lanes of two vectors in one, by `shuffle2`, that differ in the bit `half` of their number: those
+// without it in `even`, those with it in `odd`; the lower half of each pair is of the first vector.
+struct Halves {
+  vi even, odd;
+  explicit FAJIT_INLINE Halves(int half) {
+    const vi lane = iota(), upper = (lane & half) != 0;
+    even = upper ? lane - half + kLanes : lane;
+    odd = upper ? lane + kLanes : lane + half;
+  }
+};
+
 template <int Half>
 FAJIT_INLINE void exchange_halves(vi (&r)[kLanes]) {
-  const vi lane = iota();
-  const vi upper = (lane & Half) != 0;
-  const vi even = upper ? lane - Half + kLanes : lane;
-  const vi odd = upper ? lane + kLanes : lane + Half;
+  const Halves halves(Half);
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
     if (i & Half) continue;
     const vi a = r[i], b = r[i + Half];
-    r[i] = shuffle2(a, b, even);
-    r[i + Half] = shuffle2(a, b, odd);
+    r[i] = shuffle2(a, b, halves.even);
+    r[i + Half] = shuffle2(a, b, halves.odd);
   }
 }
 
@@ -47,14 +55,11 @@ template <class Vector, class Join>
 FAJIT_INLINE Vector reduce_columns(Vector (&r)[kLanes], Join join) {
 #pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2) {
-    const vi lane = iota();
-    const vi upper = (lane & half) != 0;
-    const vi even = upper ? lane - half + kLanes : lane;
-    const vi odd = upper ? lane + kLanes : lane + half;
+    const Halves halves(half);
 #pragma GCC unroll 8
     for (int i = 0; i < half; ++i) {
       const vi a = (vi)r[i], b = (vi)r[i + half];
-      r[i] = join((Vector)shuffle2(a, b, even), (Vector)shuffle2(a, b, odd));
+      r[i] = join((Vector)shuffle2(a, b, halves.even), (Vector)shuffle2(a, b, halves.odd));
     }
   }
   return r[0];
