@@ -30,6 +30,7 @@ from flashattn_jit.deploy.wanted.specs import wanted_specs
 from flashattn_jit.deploy.warm import pool, worker
 from flashattn_jit.deploy.warm.progress import WarmEvent
 from flashattn_jit.deploy.warm.warm import warm
+from flashattn_jit.deploy.warm.worker import end_session
 from flashattn_jit.errors import (
     InputError,
     ManifestError,
@@ -420,6 +421,31 @@ def test_stopped_it_leaves_no_process_behind(how: signal.Signals, tmp_path: Path
         assert marked(mark) == [], "all are gone before the error is passed on"
         assert list((tmp_path / "cache" / "v1" / ".staging").iterdir()) == []
     until(lambda: marked(mark) == [])
+
+
+def test_a_process_forked_while_the_session_is_read_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell forks after the first listing of /proc and before it is killed."""
+    wait = f"while [ ! -e {tmp_path}/fork ]; do sleep 0.01; done; "
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", wait + f"sleep 300 & touch {tmp_path}/forked; wait"],
+        env={"PATH": os.environ["PATH"], "WARM_TEST": str(tmp_path)},
+        start_new_session=True,
+    )
+    listed = Path.glob
+
+    def list_then_fork(self: Path, pattern: str) -> list[Path]:
+        found = list(listed(self, pattern))
+        (tmp_path / "fork").touch()
+        until(lambda: (tmp_path / "forked").exists())
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", list_then_fork)
+        end_session(process.pid)
+    assert process.wait(10) == -signal.SIGKILL
+    assert marked(f"WARM_TEST={tmp_path}") == []
 
 
 def test_a_worker_begins_nothing_for_a_process_that_is_gone() -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from ...errors import CompileError, FlashAttnJitError
 
 _KEPT_LOG = 20_000  # bytes of a failed build's log that travel with its result
+_PATIENCE_S = 10.0  # for killed processes to be gone
 
 
 def make_task(document: str, name: str, *, ship: bool) -> str:
@@ -121,13 +122,27 @@ def main() -> None:
 
 
 def end_session(session: int) -> None:
-    """Kills every process of a session but this one: compilers are in groups of their own."""
+    """Kills every process of a session but this one: compilers are in groups of their own.
+
+    /proc is read until none is left, as a process forked during one reading is not in it.
+    """
+    end = time.monotonic() + _PATIENCE_S
+    while _kill_session(session) and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _kill_session(session: int) -> bool:
+    """Kills what one reading of /proc shows of a session, and says whether that was anything."""
+    found = False
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
             # After the name, which may hold anything: state, parent, group, session.
             fields = folder.joinpath("stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and int(folder.name) != os.getpid():
+            alive = fields[0] not in "ZX"
+            if alive and int(fields[3]) == session and int(folder.name) != os.getpid():
                 os.kill(int(folder.name), signal.SIGKILL)
+                found = True
+    return found
 
 
 def _stop(number: int, frame: object) -> None:
