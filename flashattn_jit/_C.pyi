@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
@@ -463,6 +464,41 @@ class BatchCall:
 
         CUDA artifacts only; needs no driver.
         """
+
+class RepeatedCall:
+    """A bound call on the host that is made again, with other tensors of the same layouts.
+
+    q, k, v, out, lse: the tensors of a call that was checked; lse may be None. param_bytes: extents
+    of the variant's tensors. Immutable: threads may share it.
+    """
+
+    def __init__(
+        self,
+        call: BatchCall,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        param_bytes: Sequence[int],
+    ) -> None: ...
+    def launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        scale: float,
+        num_threads: int,
+        tensors: Sequence[int],
+        scalars: Sequence[int | float],
+        workspace: int,
+        page_indices: int,
+        key_blocks: int,
+    ) -> bool:
+        """Launches as `BatchCall.launch`, unless a tensor has another layout, dtype or device, or
+        out or lse shares memory with another one: then it does nothing and returns False."""
 
 # --- interval forms of masks ----------------------------------------------------------------------
 

@@ -1,11 +1,15 @@
-// Python binding of planned batches: `_C.BatchCall`.
+// Python bindings of planned batches: `_C.BatchCall`, `_C.RepeatedCall`.
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "launch/batch_call.h"
+#include "launch/repeated_call.h"
 #include "launch/work_checks.h"
 #include "python_values.h"
 
@@ -54,6 +58,33 @@ void bind_batch(py::module_& m) {
           py::arg("address"), py::arg("bytes"));
   def_launch(call, "launch", &BatchCall::launch);
   def_launch(call, "plan_launches", &BatchCall::plan_launches);
+
+  py::class_<RepeatedCall>(m, "RepeatedCall")
+      .def(py::init([](const std::shared_ptr<BatchCall>& made, py::handle q, py::handle k,
+                       py::handle v, py::handle out, py::handle lse,
+                       std::vector<int64_t> param_bytes) {
+             return RepeatedCall(made, {q, k, v, out, lse}, std::move(param_bytes));
+           }),
+           py::arg("call").none(false), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
+           py::arg("lse"), py::arg("param_bytes"))
+      .def(
+          "launch",
+          [](const RepeatedCall& self, py::handle q, py::handle k, py::handle v, py::handle out,
+             py::handle lse, double scale, int num_threads, py::handle tensors, py::handle scalars,
+             py::handle workspace, py::handle page_indices, py::handle key_blocks) {
+            LaunchValues values{};
+            values.scale = scale;
+            values.num_threads = num_threads;
+            values.tensors = tensors;
+            values.scalars = scalars;
+            values.workspace = to_address(workspace);
+            values.page_indices = to_address(page_indices);
+            values.key_blocks = to_address(key_blocks);
+            return self.launch({q, k, v, out, lse}, values);
+          },
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"),
+          py::arg("scale"), py::arg("num_threads"), py::arg("tensors"), py::arg("scalars"),
+          py::arg("workspace"), py::arg("page_indices"), py::arg("key_blocks"));
 }
 
 }  // namespace fajit::runtime

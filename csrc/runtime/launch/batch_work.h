@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "../../scheduler/batch_plan.h"
+#include "device/plan_block.h"
 #include "launch/launch_values.h"
-#include "launch/plan_block.h"
 
 namespace fajit::runtime {
 

@@ -3,7 +3,6 @@
 #include <string>
 
 #include "launch/work_checks.h"
-#include "python_values.h"
 
 namespace py = pybind11;
 
@@ -12,19 +11,19 @@ namespace fajit::runtime {
 void fill_values(const LaunchValues& values, const Params& params, const Accesses& accesses,
                  fajit_args& args) {
   params.fill(args);
-  args.q = to_address(values.q);
-  args.k = to_address(values.k);
-  args.v = to_address(values.v);
-  args.out = to_address(values.out);
-  args.lse = static_cast<float*>(to_address(values.lse));
+  args.q = values.q;
+  args.k = values.k;
+  args.v = values.v;
+  args.out = values.out;
+  args.lse = static_cast<float*>(values.lse);
   args.scale = static_cast<float>(values.scale);
   args.num_threads = values.num_threads;
-  args.block_mask.states = static_cast<const uint8_t*>(to_address(values.states));
-  args.page_indices = static_cast<const int32_t*>(to_address(values.page_indices));
-  args.key_blocks = static_cast<const int32_t*>(to_address(values.key_blocks));
-  args.stream = to_address(values.stream);
+  args.block_mask.states = static_cast<const uint8_t*>(values.states);
+  args.page_indices = static_cast<const int32_t*>(values.page_indices);
+  args.key_blocks = static_cast<const int32_t*>(values.key_blocks);
+  args.stream = values.stream;
   args.device = values.device;
-  char* const space = static_cast<char*>(to_address(values.workspace));
+  char* const space = static_cast<char*>(values.workspace);
 
   if (args.num_threads < 1) {
     throw py::value_error("num_threads=" + std::to_string(args.num_threads) + " must be positive");

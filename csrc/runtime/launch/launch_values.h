@@ -6,17 +6,18 @@
 
 #include "launch/params.h"
 #include "launch/sections.h"
+#include "python_values.h"
 
 namespace fajit::runtime {
 
-// Addresses and values as Python objects; unused addresses are 0.
+// Unused addresses are null. tensors, scalars: addresses and numbers of the params, in a tuple or
+// list each.
 struct LaunchValues {
-  pybind11::handle q, k, v, out, lse;
+  void *q, *k, *v, *out, *lse;
   double scale;
   int num_threads;
   pybind11::handle tensors, scalars;
-  pybind11::handle workspace, states, page_indices, key_blocks, device_block;
-  pybind11::handle stream;
+  void *workspace, *states, *page_indices, *key_blocks, *device_block, *stream;
   int device;
 };
 
@@ -55,8 +56,11 @@ void def_launch(pybind11::class_<Call, Options...>& call, const char* name,
                int num_threads, handle tensors, handle scalars, handle workspace, handle states,
                handle page_indices, handle key_blocks, handle device_block, handle stream,
                int device) {
-        return (self.*method)({q, k, v, out, lse, scale, num_threads, tensors, scalars, workspace,
-                               states, page_indices, key_blocks, device_block, stream, device});
+        return (self.*method)({to_address(q), to_address(k), to_address(v), to_address(out),
+                               to_address(lse), scale, num_threads, tensors, scalars,
+                               to_address(workspace), to_address(states), to_address(page_indices),
+                               to_address(key_blocks), to_address(device_block), to_address(stream),
+                               device});
       },
       arg("q"), arg("k"), arg("v"), arg("out"), arg("lse"), arg("scale"), arg("num_threads"),
       arg("tensors") = none, arg("scalars") = none, arg("workspace") = 0, arg("states") = 0,

@@ -39,8 +39,8 @@ void require_cuda(const Module& module) {
   }
 }
 
-const char* checked_block(py::handle device_block) {
-  const char* const block = static_cast<const char*>(to_address(device_block));
+const char* checked_block(const void* device_block) {
+  const char* const block = static_cast<const char*>(device_block);
   require(block, "device_block");
   if (reinterpret_cast<uintptr_t>(block) % kSectionAlignment != 0) {
     throw py::value_error("device_block must be aligned to " + std::to_string(kSectionAlignment) +

@@ -37,6 +37,6 @@ class Launches {
 void require_cuda(const Module& module);
 
 // The device block at an address; throws if it is null or not aligned like its sections.
-const char* checked_block(pybind11::handle device_block);
+const char* checked_block(const void* device_block);
 
 }  // namespace fajit::runtime

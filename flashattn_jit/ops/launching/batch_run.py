@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ... import _C
 from ...errors import InputError
 from ...torch_modes import refuse_capture
 from ...variants.binding import Bound, bind, bind_outside_modes
@@ -16,6 +17,7 @@ from ...variants.variant import Variant
 from ..arguments import checks
 from ..arguments.calls import (
     Call,
+    Layouts,
     bind_tensors,
     given_layouts,
     is_aligned,
@@ -25,10 +27,13 @@ from ..arguments.calls import (
 from ..keys.storage import check_pages
 from ..planning.batch_params import Params, refuse_mask_params
 from ..planning.batch_plan import Batch, Options, Variation, mask_values, vary
-from .launches import Workspace, check_results, launch, make_launch
+from .launches import Launch, Workspace, check_results, launch, make_launch
 
 if TYPE_CHECKING:
     from ..device.plan_memory import DeviceState
+
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -42,18 +47,68 @@ class Observed:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
 
+class Repeat:
+    """The last run of a kind, for the next ones with tensors of the same layouts: other layers.
+
+    The checks and look-ups of a first run are not made again. A run of one token over 1,024 keys,
+    whose kernel evicts most of what Python reads, takes 0.165 ms instead of 0.22 (by hand, 2 cores
+    of a Xeon with AMX).
+    """
+
+    __slots__ = ("layouts", "native", "ready", "variation", "workspace_bytes")
+
+    def __init__(
+        self, variation: Variation, ready: Launch, layouts: Layouts, q: torch.Tensor,
+        k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        self.variation, self.ready, self.layouts = variation, ready, layouts
+        self.workspace_bytes = variation.native.workspace_bytes
+        self.native = _C.RepeatedCall(ready.call, q, k, v, out, lse, ready.input_bytes[3:])
+
+    def run(
+        self, bound: Bound, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor | None, lse: torch.Tensor | None, scale: float, workspace: Workspace,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
+        """(out, lse); None, with nothing done, unless the tensors are like those of the last run.
+
+        bound: of the last run's structure. Raises GradError.
+        """
+        variation, ready = self.variation, self.ready
+        tensors, scalars = variation.values(bound)
+        checks.check_grad((q, k, v, *tensors))
+        addresses, layouts, _held = bind_tensors(variation.known, tensors)
+        if layouts != self.layouts:
+            return None
+        if out is None:
+            result = torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=_CPU)
+        else:
+            checks.check_out_grad(out)
+            result = out
+        if lse is not None:
+            checks.check_out_grad(lse, "lse")
+        elif ready.return_lse:
+            lse = torch.empty(ready.shape[:-1], dtype=torch.float32, device=_CPU)
+        space, address = workspace.borrow(self.workspace_bytes)
+        launched = self.native.launch(
+            q, k, v, result, lse, scale, torch.get_num_threads(), addresses, scalars, address,
+            *variation.pointers,
+        )  # fmt: skip
+        workspace.give_back(space, address)
+        return (result, lse) if launched else None
+
+
 class Planned:
     """A plan in force: the first variation of a batch, and those that later runs needed.
 
     variant: the planned variant; params: those of its mask.
 
-    Immutable except for `variations`, which only grows: threads may share it. With a CUDA graph
-    there is one variation at a time, as there is one block of device memory for it.
+    Immutable except for `variations`, which only grows, and `repeats`: threads may share it. With a
+    CUDA graph there is one variation at a time, as there is one block of device memory for it.
     """
 
     __slots__ = (
-        "batch", "cpu", "first", "form", "observed", "params", "pointwise", "scale", "state",
-        "variant", "variations", "workspace",
+        "batch", "cpu", "first", "form", "observed", "params", "pointwise", "repeats", "scale",
+        "state", "variant", "variations", "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +130,7 @@ class Planned:
         self.pointwise = first.known.pointwise
         self.scale = checks.check_scale(None, batch.options.head_dim)
         self.variations = {(first.known, unaligned): first}
+        self.repeats: dict[tuple[Any, ...], Repeat] = {}
 
     @property
     def latest(self) -> Variation:
@@ -104,6 +160,15 @@ class Planned:
         if params:
             refuse_mask_params(self.variant, params, self.first.mask_params)
         bound = bind(self.variant, batch.dims, {**self.params, **params} if params else self.params)
+        factor = self.scale
+        if scale is not None:
+            factor = checks.check_scale(scale, batch.options.head_dim)
+        asked = (bound.structure, return_lse, partial, out is None, lse is None)
+        last = self.repeats.get(asked)
+        if last is not None:
+            results = last.run(bound, q, k, v, out, lse, factor, self.workspace)
+            if results is not None:
+                return results
         try:
             form = self.form(q, k, v, True)
         except InputError:
@@ -134,10 +199,12 @@ class Planned:
             if len(variation.launches) >= KEPT_LAUNCHES:
                 variation.launches.clear()
             variation.launches[call] = ready
-        scale = self.scale if scale is None else checks.check_scale(scale, form.head_dim)
-        return launch(
-            variation, ready, q, k, v, out, lse, scale, held, addresses, scalars, self.workspace
+        result, lse = launch(
+            variation, ready, q, k, v, out, lse, factor, held, addresses, scalars, self.workspace
         )
+        if self.cpu:
+            self.repeats[asked] = Repeat(variation, ready, layouts, q, k, v, result, lse)
+        return result, lse
 
     def check_transforms(self, params: Params) -> None:
         """Raises GradError or InputError if the variant holds a tensor of a transform."""

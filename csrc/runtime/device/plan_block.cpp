@@ -1,4 +1,4 @@
-#include "launch/plan_block.h"
+#include "device/plan_block.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,0 +1,321 @@
+"""Runs after the first: tensors of the same layouts are recognised, and all others are checked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit import _C
+from flashattn_jit.errors import FlashAttnJitError, GradError, InputError
+from flashattn_jit.ops.launching import batch_run
+from flashattn_jit.variants.reference import varlen_reference
+
+HEADS, DIM, PAGE = (4, 2), 32, 16
+Q_LENS, KV_LENS = (1, 3, 1), (70, 20, 300)
+NUM_PAGES = 32
+
+
+def indptr(lens: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+class Case:
+    """A planned batch over pages, and new random tensors of any layer."""
+
+    def __init__(self, variant: Any = None, **options: Any) -> None:
+        self.variant = fa.Causal() if variant is None else variant
+        self.batch = fa.BatchAttention(
+            self.variant, num_q_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=DIM,
+            q_dtype=torch.float32, **options,
+        )  # fmt: skip
+        self.replan()
+
+    def replan(self) -> None:
+        pages = [-(-n // PAGE) for n in KV_LENS]
+        self.indices = torch.randperm(NUM_PAGES)[: sum(pages)].to(torch.int32)
+        self.page_indptr = indptr(tuple(pages))
+        last = torch.tensor([n - (p - 1) * PAGE for n, p in zip(KV_LENS, pages, strict=True)])
+        paged = fa.Paged(self.page_indptr, self.indices, last.to(torch.int32), PAGE)
+        self.batch.plan(indptr(Q_LENS), paged)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q = torch.randn(sum(Q_LENS), HEADS[0], DIM)
+        k, v = torch.randn(2, NUM_PAGES, PAGE, HEADS[1], DIM)
+        return q, k, v
+
+    def expected(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any = None) -> Any:
+        rows = []
+        for x in (k, v):
+            found = [
+                x[self.indices[a:b].long()].flatten(0, 1)[:n]
+                for a, b, n in zip(self.page_indptr, self.page_indptr[1:], KV_LENS, strict=False)
+            ]
+            rows.append(torch.cat(found).double())
+        out, _ = varlen_reference(
+            q.double(), *rows, indptr(Q_LENS), indptr(KV_LENS), self.variant, q_offset="end",
+            scale=scale,
+        )  # fmt: skip
+        return out
+
+    def check(self, out: torch.Tensor, *given: Any) -> None:
+        torch.testing.assert_close(out.double(), self.expected(*given), atol=2e-5, rtol=2e-5)
+
+
+@pytest.fixture
+def first_runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by a launch at each run that was not recognised."""
+    found: list[object] = []
+    launch = batch_run.launch
+
+    def counted(plan: Any, ready: Any, *rest: Any) -> Any:
+        found.append(ready)
+        return launch(plan, ready, *rest)
+
+    monkeypatch.setattr(batch_run, "launch", counted)
+    return found
+
+
+def test_other_tensors_of_the_same_layouts(first_runs: list[object]) -> None:
+    case = Case()
+    for _ in range(3):
+        given = case.tensors()
+        case.check(case.batch.run(*given), *given)
+    assert len(first_runs) == 1
+    out = torch.empty_like(given[0])
+    for _ in range(3):
+        given = case.tensors()
+        assert case.batch.run(*given, out=out) is out
+        case.check(out, *given)
+    assert len(first_runs) == 2, "a given result is a kind of its own"
+    for _ in range(2):
+        result, lse = case.batch.run(*given, return_lse=True)
+        case.check(result, *given)
+        rows = torch.empty_like(lse)
+        _, same = case.batch.run(*given, lse=rows)
+        assert same is rows
+        torch.testing.assert_close(rows, lse)
+        partial, _ = case.batch.run(*given, partial=True)
+        torch.testing.assert_close(partial, result)
+    assert len(first_runs) == 5
+
+
+def test_a_new_plan_is_used_at_once() -> None:
+    case = Case()
+    for _ in range(3):
+        case.replan()
+        for _ in range(2):
+            given = case.tensors()
+            case.check(case.batch.run(*given), *given)
+
+
+def other_layouts() -> Iterator[Any]:
+    yield "q with gaps", 0, lambda t: torch.randn(t.shape[0], HEADS[0], 2 * DIM)[..., :DIM]
+    yield "q by head", 0, lambda t: torch.randn(HEADS[0], t.shape[0], DIM).transpose(0, 1)
+    yield "k by head", 1, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)
+    yield "v with gaps", 2, lambda t: torch.randn(NUM_PAGES, PAGE, HEADS[1], 2 * DIM)[..., :DIM]
+    yield "more pages", 1, lambda t: torch.cat([t, t])
+
+
+@pytest.mark.parametrize(
+    ("index", "change"), [pytest.param(i, change, id=name) for name, i, change in other_layouts()]
+)
+def test_other_layouts(index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    case = Case()
+    for _ in range(2):
+        given = list(case.tensors())
+        case.check(case.batch.run(*given), *given)
+        given[index] = change(given[index])
+        if given[1].shape[0] != given[2].shape[0]:
+            given[2] = change(given[2])
+        case.check(case.batch.run(*given), *given)
+
+
+def refused() -> dict[str, Callable[[Any, Any, Any], dict[str, Any]]]:
+    wide = torch.randn(sum(Q_LENS), HEADS[0], 2 * DIM)
+    return {
+        "q of another dtype": lambda q, k, v: {"q": q.half()},
+        "k of another dtype": lambda q, k, v: {"k": k.bfloat16()},
+        "more rows of q": lambda q, k, v: {"q": torch.cat([q, q])},
+        "fewer pages": lambda q, k, v: {"k": k[:2], "v": v[:2]},
+        "other page size": lambda q, k, v: {"k": k[:, :8], "v": v[:, :8]},
+        "heads": lambda q, k, v: {"k": k[:, :, :1], "v": v[:, :, :1]},
+        "a list": lambda q, k, v: {"q": q.tolist()},
+        "None": lambda q, k, v: {"q": None},
+        "meta": lambda q, k, v: {"q": q.to("meta")},
+        "sparse": lambda q, k, v: {"q": q.to_sparse()},
+        "out of another dtype": lambda q, k, v: {"out": q.half()},
+        "out is q": lambda q, k, v: {"out": q},
+        "out overlaps q": lambda q, k, v: {"q": wide[..., :DIM], "out": wide[..., DIM:]},
+        "out in k": lambda q, k, v: {"out": k.view(-1)[: q.numel()].view(q.shape)},
+        "out in v": lambda q, k, v: {"out": v.view(-1)[-q.numel() :].view(q.shape)},
+        "NaN as scale": lambda q, k, v: {"scale": float("nan")},
+        "a word as scale": lambda q, k, v: {"scale": "large"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", list(refused()))
+def test_what_a_first_run_refuses_later_ones_refuse(what: str) -> None:
+    """By the same error, changing nothing; and the run after it is right."""
+    messages = []
+    for runs_before in (0, 2):
+        torch.manual_seed(0)
+        case = Case()
+        out = torch.zeros(sum(Q_LENS), HEADS[0], DIM)
+        for _ in range(runs_before):
+            given = case.tensors()
+            case.batch.run(*given)
+            case.batch.run(*given, out=out)
+        q, k, v = case.tensors()
+        before = k.clone(), v.clone()
+        arguments = {"q": q, "k": k, "v": v, **refused()[what](q, k, v)}
+        with pytest.raises(FlashAttnJitError) as caught:
+            case.batch.run(**arguments)
+        messages.append((type(caught.value), str(caught.value)))
+        assert torch.equal(k, before[0]) and torch.equal(v, before[1])
+        given = case.tensors()
+        case.check(case.batch.run(*given), *given)
+    assert messages[0] == messages[1]
+
+
+def test_lse_in_out_and_in_the_inputs() -> None:
+    case = Case()
+    q, k, v = case.tensors()
+    space = torch.zeros(q.numel() + q.shape[0] * HEADS[0])
+    out, lse = space[: q.numel()].view(q.shape), space[q.numel() :].view(q.shape[:2])
+    for _ in range(2):
+        case.batch.run(q, k, v, out=out, lse=lse)
+        case.check(out, q, k, v)
+    inside = space[q.numel() - lse.numel() : q.numel()].view(lse.shape)
+    for wrong in (inside, k.view(-1)[: lse.numel()].view(lse.shape)):
+        with pytest.raises(InputError, match="lse shares memory"):
+            case.batch.run(q, k, v, out=out, lse=wrong)
+
+
+def test_gradients_are_refused_and_frozen_parameters_pass() -> None:
+    case = Case()
+    q, k, v = case.tensors()
+    case.batch.run(q, k, v)
+    out = torch.zeros_like(q)
+    case.batch.run(q, k, v, out=out)
+    with pytest.raises(GradError):
+        case.batch.run(q.clone().requires_grad_(), k, v)
+    with pytest.raises(GradError, match="out requires grad"):
+        case.batch.run(q, k, v, out=torch.zeros_like(q).requires_grad_())
+    with torch.no_grad():
+        case.check(case.batch.run(torch.nn.Parameter(q), k, v), q, k, v)
+    with torch.inference_mode():
+        case.check(case.batch.run(q, k, v), q, k, v)
+
+
+def test_the_scale_of_each_run() -> None:
+    case = Case()
+    moving = torch.tensor(0.25)
+    for scale in (None, 0.5, 0.125, moving, 1):
+        given = case.tensors()
+        out = case.batch.run(*given, scale=scale)
+        case.check(out, *given, 0.25 if scale is moving else scale)
+    moving.fill_(0.75)
+    case.check(case.batch.run(*given, scale=moving), *given, 0.75)
+
+
+def test_what_a_hook_captures_is_read_at_each_run() -> None:
+    bias = torch.randn(HEADS[0])
+    factor = 1.5
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * factor + bias[h]
+
+    case = Case(score)
+    for _ in range(3):
+        given = case.tensors()
+        case.check(case.batch.run(*given), *given)
+        bias, factor = torch.randn(HEADS[0]), factor + 1
+
+
+def test_params_of_runs() -> None:
+    slopes = torch.rand(HEADS[0])
+    case = Case(fa.ALiBi() & fa.Causal())
+    first = case.tensors()
+    expected = case.batch.run(*first, slopes=slopes)
+    for _ in range(2):
+        assert torch.equal(case.batch.run(*first, slopes=slopes.clone()), expected)
+    other = case.batch.run(*first, slopes=2 * slopes)
+    assert not torch.equal(other, expected)
+    strided = torch.stack([slopes, -slopes], 1)[:, 0]
+    assert torch.equal(case.batch.run(*first, slopes=strided), expected)
+    negated = torch.complex(torch.zeros_like(slopes), -slopes).conj().imag
+    assert negated.is_neg()
+    assert torch.equal(case.batch.run(*first, slopes=negated), expected)
+    space = torch.zeros(first[0].numel())
+    out = space.view(first[0].shape)
+    for _ in range(2):
+        case.batch.run(*first, slopes=slopes, out=out)
+    with pytest.raises(InputError, match="out shares memory"):
+        case.batch.run(*first, slopes=space[: HEADS[0]], out=out)
+
+
+def test_threads_share_a_plan_and_its_workspace() -> None:
+    case = Case()
+    layers = [case.tensors() for _ in range(4)]
+    expected = [case.batch.run(*layer) for layer in layers]
+    failed: list[int] = []
+
+    def work(thread: int) -> None:
+        for i in range(60):
+            at = (i + thread) % len(layers)
+            if not torch.equal(case.batch.run(*layers[at]), expected[at]):
+                failed.append(at)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_the_number_of_threads_of_each_run() -> None:
+    case, before = Case(), torch.get_num_threads()
+    given = case.tensors()
+    expected = case.batch.run(*given)
+    try:
+        for count in (1, 2, 1):
+            torch.set_num_threads(count)
+            assert torch.equal(case.batch.run(*given), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+class Odd(torch.Tensor):
+    """A subclass."""
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [None, 5, "q", [1.0], torch.zeros(3).to_sparse(), torch.zeros(3, device="meta"),
+     torch.zeros(1, 1, 1, 1, 1), torch.zeros(9).as_subclass(Odd), torch.Tensor],
+    ids=lambda x: type(x).__name__,
+)  # fmt: skip
+def test_objects_that_are_no_plain_tensors_are_not_recognised(odd: object) -> None:
+    case = Case()
+    q, k, v = case.tensors()
+    case.batch.run(q, k, v)
+    planned = case.batch.in_force()
+    assert isinstance(planned, batch_run.Planned)
+    (last,) = planned.repeats.values()
+    out = torch.full_like(q, 7.0)
+    rest: Any = (1.0, 1, (), (), 0, *last.variation.pointers)
+    for i in range(4):
+        given: list[Any] = [q, k, v, out]
+        given[i] = odd
+        assert not last.native.launch(*given, None, *rest)
+        made = _C.RepeatedCall(last.ready.call, *given, None, ())
+        assert not made.launch(*given, None, *rest)
+    assert not last.native.launch(q, k, v, out, odd if odd is not None else q, *rest)
+    assert not last.native.launch(q, k, v, out, None, 1.0, 1, (0,), (), 0, *rest[5:])
+    assert torch.equal(out, torch.full_like(q, 7.0)), "nothing was written"
