@@ -79,21 +79,20 @@ RepeatedCall::RepeatedCall(std::shared_ptr<const BatchCall> call, const Tensors&
   }
 }
 
+bool RepeatedCall::is_like(int i, py::handle tensor, char*& data) const {
+  const Layout& own = layouts_[i];
+  if (own.ndim < 0) return tensor.is_none();
+  Layout found;
+  return read(tensor, found, data) && found.ndim == own.ndim && found.dtype == own.dtype &&
+         std::equal(own.shape, own.shape + own.ndim, found.shape) &&
+         std::equal(own.strides, own.strides + own.ndim, found.strides);
+}
+
 bool RepeatedCall::launch(const Tensors& tensors, LaunchValues values) const {
   if (!readable_) return false;
-  Layout layout;
   char* data[kTensors] = {};
   for (int i = 0; i < kTensors; ++i) {
-    if (layouts_[i].ndim < 0) {
-      if (!tensors[i].is_none()) return false;
-      continue;
-    }
-    if (!read(tensors[i], layout, data[i])) return false;
-    const Layout& own = layouts_[i];
-    if (layout.ndim != own.ndim || layout.dtype != own.dtype ||
-        !std::equal(own.shape, own.shape + own.ndim, layout.shape) ||
-        !std::equal(own.strides, own.strides + own.ndim, layout.strides))
-      return false;
+    if (!is_like(i, tensors[i], data[i])) return false;
   }
   const Items params(values.tensors, "tensors");
   if (params.size() != param_bytes_.size()) return false;

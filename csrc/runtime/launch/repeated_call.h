@@ -41,6 +41,8 @@ class RepeatedCall {
   };
   // False for what is not a plain tensor in host memory, or has a dtype that DLPack does not have.
   static bool read(pybind11::handle tensor, Layout& layout, char*& data);
+  // Whether tensor i has the layout of the one before; `data` is then its address.
+  bool is_like(int i, pybind11::handle tensor, char*& data) const;
 
   std::shared_ptr<const BatchCall> call_;
   std::array<Layout, kTensors> layouts_;

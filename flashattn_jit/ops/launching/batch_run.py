@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ... import _C
 from ...errors import InputError
 from ...torch_modes import refuse_capture
 from ...variants.binding import Bound, bind, bind_outside_modes
@@ -17,7 +16,6 @@ from ...variants.variant import Variant
 from ..arguments import checks
 from ..arguments.calls import (
     Call,
-    Layouts,
     bind_tensors,
     given_layouts,
     is_aligned,
@@ -27,13 +25,11 @@ from ..arguments.calls import (
 from ..keys.storage import check_pages
 from ..planning.batch_params import Params, refuse_mask_params
 from ..planning.batch_plan import Batch, Options, Variation, mask_values, vary
-from .launches import Launch, Workspace, check_results, launch, make_launch
+from .launches import Workspace, check_results, launch, make_launch
+from .repeats import Repeat
 
 if TYPE_CHECKING:
     from ..device.plan_memory import DeviceState
-
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -45,56 +41,6 @@ class Observed:
 
     unaligned: bool
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-
-
-class Repeat:
-    """The last run of a kind, for the next ones with tensors of the same layouts: other layers.
-
-    The checks and look-ups of a first run are not made again. A run of one token over 1,024 keys,
-    whose kernel evicts most of what Python reads, takes 0.165 ms instead of 0.22 (by hand, 2 cores
-    of a Xeon with AMX).
-    """
-
-    __slots__ = ("layouts", "native", "ready", "variation", "workspace_bytes")
-
-    def __init__(
-        self, variation: Variation, ready: Launch, layouts: Layouts, q: torch.Tensor,
-        k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        self.variation, self.ready, self.layouts = variation, ready, layouts
-        self.workspace_bytes = variation.native.workspace_bytes
-        self.native = _C.RepeatedCall(ready.call, q, k, v, out, lse, ready.input_bytes[3:])
-
-    def run(
-        self, bound: Bound, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor | None, lse: torch.Tensor | None, scale: float, workspace: Workspace,
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
-        """(out, lse); None, with nothing done, unless the tensors are like those of the last run.
-
-        bound: of the last run's structure. Raises GradError.
-        """
-        variation, ready = self.variation, self.ready
-        tensors, scalars = variation.values(bound)
-        checks.check_grad((q, k, v, *tensors))
-        addresses, layouts, _held = bind_tensors(variation.known, tensors)
-        if layouts != self.layouts:
-            return None
-        if out is None:
-            result = torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=_CPU)
-        else:
-            checks.check_out_grad(out)
-            result = out
-        if lse is not None:
-            checks.check_out_grad(lse, "lse")
-        elif ready.return_lse:
-            lse = torch.empty(ready.shape[:-1], dtype=torch.float32, device=_CPU)
-        space, address = workspace.borrow(self.workspace_bytes)
-        launched = self.native.launch(
-            q, k, v, result, lse, scale, torch.get_num_threads(), addresses, scalars, address,
-            *variation.pointers,
-        )  # fmt: skip
-        workspace.give_back(space, address)
-        return (result, lse) if launched else None
 
 
 class Planned:

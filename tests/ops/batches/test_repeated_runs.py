@@ -309,13 +309,13 @@ def test_objects_that_are_no_plain_tensors_are_not_recognised(odd: object) -> No
     assert isinstance(planned, batch_run.Planned)
     (last,) = planned.repeats.values()
     out = torch.full_like(q, 7.0)
-    rest: Any = (1.0, 1, (), (), 0, *last.variation.pointers)
+    rest: Any = (1.0, 1, (), (), 0, *last._variation.pointers)
     for i in range(4):
         given: list[Any] = [q, k, v, out]
         given[i] = odd
-        assert not last.native.launch(*given, None, *rest)
-        made = _C.RepeatedCall(last.ready.call, *given, None, ())
+        assert not last._native.launch(*given, None, *rest)
+        made = _C.RepeatedCall(last._launch.call, *given, None, ())
         assert not made.launch(*given, None, *rest)
-    assert not last.native.launch(q, k, v, out, odd if odd is not None else q, *rest)
-    assert not last.native.launch(q, k, v, out, None, 1.0, 1, (0,), (), 0, *rest[5:])
+    assert not last._native.launch(q, k, v, out, odd if odd is not None else q, *rest)
+    assert not last._native.launch(q, k, v, out, None, 1.0, 1, (0,), (), 0, *rest[5:])
     assert torch.equal(out, torch.full_like(q, 7.0)), "nothing was written"
