@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..formats import Formats, KvFormat, Stored, kv_bytes, read_formats
 from ..late_binding import upper
 from ..stored_hooks import Decodings, check_partial, codes_of, decoded, decodings
-from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
+from ..torch_modes import PLAN_FIRST, is_direct, refuse_capture
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks
 from ..variants.ir.dtypes import KV_NAMES
@@ -29,9 +29,7 @@ from .arguments.by_name import by_name
 from .arguments.calls import Array, Offset, host_array, offset_array
 from .arguments.limits import Limits
 from .keys.columns import check_values_in_keys, columns
-from .keys.key_lists import KeyLists, Lengths, key_lists
-from .keys.mask_bits import BlockBits, FlatBits, TreeBits, flat_params, tree_words
-from .keys.sparsity import Bits, BlockSparse, Sparsity, TokenSparse, Tree
+from .keys.sparsity import Sparsity
 from .keys.storage import ReadStorage, Storage, read_storage
 from .launching import batch_run
 from .launching.batch_run import Observed, Pairs, Planned
@@ -42,6 +40,7 @@ from .planning import batch_plan
 from .planning.batch_params import bind_plan, bound_kernels
 from .planning.batch_plan import Batch, Kernels, Keys, Options, native_kinds
 from .planning.replays import check_replayable, padded, with_room
+from .planning.sparsities import Sparsities, check_values
 from .torch_ops import as_op, sites
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ class BatchBase:
         self._by_formats: dict[tuple[Formats, bool], OverFormats] = {}
         over = self._over(self._formats)
         self._decodings, self._variant, self._kernels, self._observed = over[1:]
-        self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
+        self._sparsities = Sparsities(self._variant, self._kernels.options)
         self._workspace = Workspace(workspace, own)
         self._target = target  # not resolved: a copy may be unpickled on another machine
         self._state: DeviceState | None = None
@@ -427,7 +426,7 @@ class BatchBase:
     def check_plan(self, sparsity: Sparsity | None, params: Params) -> None:
         """Raises where nothing can be planned: during a capture, or without values."""
         if sparsity is not None or params:
-            _check_values(sparsity, params)
+            check_values(sparsity, params)
         options = self._kernels.options
         if not options.cpu:
             refuse_capture(options.device, "plan() was called", PLAN_FIRST)
@@ -460,7 +459,7 @@ class BatchBase:
         variant, lists = over.variant, None
         bits: dict[str, Any] = {}
         if sparsity is not None:
-            variant, lists, bits = self._sparse(sparsity, lengths, q_offset)
+            variant, lists, bits = self._sparsities.read(sparsity, lengths, q_offset)
         # Kernels of mixed rows read keys from kv_first on, so levels that are elsewhere count too.
         num_levels = len(levels)
         if options.cuda_graph:
@@ -505,59 +504,8 @@ class BatchBase:
     def _check_variant(self, batch: Batch, bound: Bound) -> None:
         """Raises VariantError for a variant that this kind of plan does not support."""
 
-    def _sparse(
-        self, sparsity: Sparsity, lengths: _C.BatchLengths, q_offset: Offset
-    ) -> tuple[Variant, KeyLists | None, dict[str, Any]]:
-        """The variant with the sparsity's bits, its lists, and the params of its bits."""
-        options = self._kernels.options
-        if isinstance(sparsity, Tree):
-            if not isinstance(q_offset, str):
-                raise InputError('fa.Tree counts draft tokens from the end: q_offset must be "end"')
-            short = [b for b, (q, k) in enumerate(zip(lengths.q_len, lengths.kv_len, strict=True))
-                     if q > k]  # fmt: skip
-            if short:
-                raise InputError(
-                    f"request {short[0]} has q_len={lengths.q_len[short[0]]} draft tokens, but "
-                    f"kv_len={lengths.kv_len[short[0]]}, which counts them: append their keys first"
-                )
-            words = tree_words(sparsity.bits, lengths.q_len, options.device)
-            return self._composed(TreeBits), None, {"sparsity_bits": words}
-        if isinstance(sparsity, Bits):
-            flat = flat_params(
-                sparsity.bits, sparsity.bit_indptr, lengths.q_len, lengths.kv_len, options.device
-            )
-            return self._composed(FlatBits), None, flat
-        if not isinstance(sparsity, (BlockSparse, TokenSparse)):
-            raise InputError(
-                "sparsity must be an fa.BlockSparse, an fa.TokenSparse, an fa.Tree or an fa.Bits, "
-                f"got {type(sparsity).__name__}"
-            )
-        lists = key_lists(
-            sparsity,
-            Lengths(
-                lengths.q_len, lengths.kv_len, lengths.num_q_tokens, options.num_q_heads,
-                options.num_kv_heads, options.device,
-                lengths.max_kv_len if options.limits is None else options.limits.max_kv_len,
-            ),
-        )  # fmt: skip
-        return self._composed(BlockBits if lists.params else None), lists, lists.params
-
-    def _composed(self, bits: type[Variant] | None) -> Variant:
-        if bits not in self._variants:
-            assert bits is not None
-            self._variants[bits] = self._variant & bits()
-        return self._variants[bits]
-
 
 # --- parts ----------------------------------------------------------------------------------------
-
-
-def _check_values(sparsity: Sparsity | None, params: Params) -> None:
-    """Raises unless the tensors of a sparsity and of mask params have values to plan with."""
-    parts = [(n, getattr(sparsity, n, None)) for n in getattr(type(sparsity), "__slots__", ())]
-    for name, value in [*parts, *params.items()]:
-        tensors = value if isinstance(value, (tuple, list)) else (value,)
-        need_values(name, "batches are planned from them", tensors)
 
 
 def by_number(number: int) -> BatchBase:
