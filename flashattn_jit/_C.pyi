@@ -22,6 +22,7 @@ RELAXED_CAPTURES: Final[int]
 _Addresses = NDArray[np.int64]
 _Strides = tuple[int, int, int] | list[int]
 _Layout = tuple[Sequence[int], Sequence[int]]
+_TensorLayout = tuple[Sequence[int], Sequence[int], torch.Tensor]
 _BlockMaskLayout = tuple[Sequence[int], Sequence[int], int, int]
 
 Launch = tuple[str, tuple[int, int, int], tuple[int, int, int], int, bytes, bool]
@@ -468,20 +469,29 @@ class BatchCall:
 class RepeatedCall:
     """A bound call on the host that is made again, with other tensors of the same layouts.
 
-    q, k, v, out, lse: the tensors of a call that was checked; lse may be None. param_bytes: extents
-    of the variant's tensors. Immutable: threads may share it.
+    layouts: of q, k, v, out and lse, each (shape, strides, a tensor of the dtype); None for a call
+    without lse. param_bytes: extents of the user's params. Immutable: threads may share it.
     """
 
     def __init__(
         self,
         call: BatchCall,
+        layouts: Sequence[_TensorLayout | None],
+        param_bytes: Sequence[int],
+    ) -> None: ...
+    def fits(
+        self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         lse: torch.Tensor | None,
-        param_bytes: Sequence[int],
-    ) -> None: ...
+    ) -> bool:
+        """Whether all are plain tensors in host memory with these layouts.
+
+        out and lse may be None, if the caller has yet to make them.
+        """
+
     def launch(
         self,
         q: torch.Tensor,
@@ -497,8 +507,12 @@ class RepeatedCall:
         page_indices: int,
         key_blocks: int,
     ) -> bool:
-        """Launches as `BatchCall.launch`, unless a tensor has another layout, dtype or device, or
-        out or lse shares memory with another one: then it does nothing and returns False."""
+        """Launches as `BatchCall.launch` and returns True.
+
+        Does nothing and returns False if a tensor does not fit, has entries but no memory, or if
+        out or lse shares memory with another one. tensors: addresses of the user's params and of
+        tables.
+        """
 
 # --- interval forms of masks ----------------------------------------------------------------------
 

@@ -60,13 +60,16 @@ void bind_batch(py::module_& m) {
   def_launch(call, "plan_launches", &BatchCall::plan_launches);
 
   py::class_<RepeatedCall>(m, "RepeatedCall")
-      .def(py::init([](const std::shared_ptr<BatchCall>& made, py::handle q, py::handle k,
-                       py::handle v, py::handle out, py::handle lse,
+      .def(py::init([](const std::shared_ptr<BatchCall>& made, py::handle layouts,
                        std::vector<int64_t> param_bytes) {
-             return RepeatedCall(made, {q, k, v, out, lse}, std::move(param_bytes));
+             return RepeatedCall(made, layouts, std::move(param_bytes));
            }),
-           py::arg("call").none(false), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-           py::arg("lse"), py::arg("param_bytes"))
+           py::arg("call").none(false), py::arg("layouts"), py::arg("param_bytes"))
+      .def(
+          "fits",
+          [](const RepeatedCall& self, py::handle q, py::handle k, py::handle v, py::handle out,
+             py::handle lse) { return self.fits({q, k, v, out, lse}); },
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"))
       .def(
           "launch",
           [](const RepeatedCall& self, py::handle q, py::handle k, py::handle v, py::handle out,

@@ -12,24 +12,28 @@
 
 namespace fajit::runtime {
 
-// A bound call on the host, and the layouts of the tensors that it was bound for. Immutable, so any
-// number of threads may launch it at once.
+// A bound call on the host, and the layouts that it was bound to. Immutable, so any number of
+// threads may launch it at once.
 //
-// Tensors are read through the C functions that torch has for DLPack. Reading their attributes in
-// Python, and looking the call up by them, runs much more code, which a kernel before has evicted
-// from the caches.
+// Tensors are read by the C functions that torch has for DLPack (see dlpack.h); where it has none,
+// no tensor fits.
 class RepeatedCall {
  public:
   enum { kQ, kK, kV, kOut, kLse, kTensors };
   using Tensors = std::array<pybind11::handle, kTensors>;
 
-  // tensors: those of a call that was checked; lse may be None. param_bytes: extents of the params.
-  RepeatedCall(std::shared_ptr<const BatchCall> call, const Tensors& tensors,
+  // layouts: of q, k, v, out and lse, each (shape, strides, a tensor of the dtype), or None for a
+  // call without lse. param_bytes: extents of the user's params.
+  RepeatedCall(std::shared_ptr<const BatchCall> call, pybind11::handle layouts,
                std::vector<int64_t> param_bytes);
 
-  // Launches and returns true; or returns false, having done nothing, if a tensor has another
-  // layout, dtype or device, or if out or lse shares memory with another one. values: of all other
-  // tensors.
+  // Whether all are plain tensors in host memory with these layouts. out and lse may be None, if
+  // the caller has yet to make them.
+  bool fits(const Tensors& tensors) const;
+
+  // Launches and returns true. Returns false, having done nothing, if a tensor does not fit, has
+  // entries but no memory, or if out or lse shares memory with another tensor. values: scale,
+  // threads, params and addresses besides those of the tensors.
   bool launch(const Tensors& tensors, LaunchValues values) const;
 
  private:
@@ -39,10 +43,7 @@ class RepeatedCall {
     int64_t bytes = 0;  // from the first entry to the end of the last one
     int64_t shape[4] = {}, strides[4] = {};
   };
-  // False for what is not a plain tensor in host memory, or has a dtype that DLPack does not have.
-  static bool read(pybind11::handle tensor, Layout& layout, char*& data);
-  // Whether tensor i has the layout of the one before; `data` is then its address.
-  bool is_like(int i, pybind11::handle tensor, char*& data) const;
+  bool fits(int i, pybind11::handle tensor, char*& data) const;
 
   std::shared_ptr<const BatchCall> call_;
   std::array<Layout, kTensors> layouts_;

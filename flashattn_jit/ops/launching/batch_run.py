@@ -1,4 +1,4 @@
-"""`BatchAttention.run`: checks at the first call of a kind, then a look-up and a launch."""
+"""`BatchAttention.run`: a repeat of an earlier run; else checks, a look-up, and a launch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Observed:
 class Planned:
     """A plan in force: the first variation of a batch, and those that later runs needed.
 
-    variant: the planned variant; params: those of its mask.
+    variant: the planned variant; params: those of its mask. repeats: the newest launches, by what a
+    run asks for: its structure, the results that it returns and those that it was given.
 
     Immutable except for `variations`, which only grows, and `repeats`: threads may share it. With a
     CUDA graph there is one variation at a time, as there is one block of device memory for it.
@@ -76,7 +77,7 @@ class Planned:
         self.pointwise = first.known.pointwise
         self.scale = checks.check_scale(None, batch.options.head_dim)
         self.variations = {(first.known, unaligned): first}
-        self.repeats: dict[tuple[Any, ...], Repeat] = {}
+        self.repeats: dict[tuple[Any, ...], tuple[Repeat, ...]] = {}
 
     @property
     def latest(self) -> Variation:
@@ -109,10 +110,10 @@ class Planned:
         factor = self.scale
         if scale is not None:
             factor = checks.check_scale(scale, batch.options.head_dim)
-        asked = (bound.structure, return_lse, partial, out is None, lse is None)
-        last = self.repeats.get(asked)
-        if last is not None:
-            results = last.run(bound, q, k, v, out, lse, factor, self.workspace)
+        asked = (bound.structure, bool(return_lse), bool(partial), out is None, lse is None)
+        earlier = self.repeats.get(asked, ())
+        for repeat in earlier:
+            results = repeat.run(bound, q, k, v, out, lse, factor, self.workspace)
             if results is not None:
                 return results
         try:
@@ -148,8 +149,11 @@ class Planned:
         result, lse = launch(
             variation, ready, q, k, v, out, lse, factor, held, addresses, scalars, self.workspace
         )
-        if self.cpu:
-            self.repeats[asked] = Repeat(variation, ready, layouts, q, k, v, result, lse)
+        # With a CUDA graph `variations` holds the latest one alone.
+        may_repeat = self.cpu and not batch.options.cuda_graph
+        if may_repeat and all(repeat.launch is not ready for repeat in earlier):
+            made = Repeat(variation, ready, layouts, form)
+            self.repeats[asked] = (made, *earlier[: KEPT_REPEATS - 1])
         return result, lse
 
     def check_transforms(self, params: Params) -> None:
@@ -179,6 +183,7 @@ class Planned:
 
 
 KEPT_LAUNCHES = 256
+KEPT_REPEATS = 4  # layouts that take turns, as of the layers of a model
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """k and v of levels of a cascade."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +70,10 @@ class Case:
         torch.testing.assert_close(out.double(), self.expected(*given), atol=2e-5, rtol=2e-5)
 
 
+class Odd(torch.Tensor):
+    """A subclass."""
+
+
 @pytest.fixture
 def first_runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by a launch at each run that was not recognised."""
@@ -78,6 +86,170 @@ def first_runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(batch_run, "launch", counted)
     return found
+
+
+def ragged_case(variant: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A planned batch over ragged keys; new tensors of it."""
+    batch = fa.BatchAttention(
+        variant, num_q_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=DIM, q_dtype=dtype
+    )
+    batch.plan(indptr(Q_LENS), fa.Ragged(indptr(KV_LENS)))
+
+    def tensors() -> list[torch.Tensor]:
+        rows = sum(Q_LENS), sum(KV_LENS), sum(KV_LENS)
+        heads = HEADS[0], HEADS[1], HEADS[1]
+        return [torch.randn(n, h, DIM).to(dtype) for n, h in zip(rows, heads, strict=True)]
+
+    return batch, tensors
+
+
+DOCUMENT = torch.arange(400) // 50
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [None, fa.Causal(), fa.ALiBi() & fa.Causal(), fa.SlidingWindow(20), fa.SoftCap(5.0),
+     lambda b, h, i, j: DOCUMENT[i] == DOCUMENT[j]],
+    ids=["none", "causal", "tensor", "number", "pair", "table"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_variants_and_dtypes(variant: Any, dtype: torch.dtype, first_runs: list[object]) -> None:
+    batch, tensors = ragged_case(variant, dtype)
+    batch.run(*tensors())
+    given = tensors()
+    result = batch.run(*given)
+    assert len(first_runs) == 1
+    other, _ = ragged_case(variant, dtype)
+    assert torch.equal(result, other.run(*given))
+
+
+FORMATS = [
+    "int8", "e4m3", "e5m2", "int4", "nf4", ("int8", "token_head"), ("int4", "token_head"),
+    ("e4m3", "tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+def test_formats(name: Any, first_runs: list[object]) -> None:
+    own = fa.kv.Format(*name) if isinstance(name, tuple) else fa.kv.Format(name)
+    case = Case(kv_format=own)
+    for i in range(3):
+        q, k, v = case.tensors()
+        stored = own.quantize(k), own.quantize(v)
+        result = case.batch.run(q, *stored)
+        assert len(first_runs) == 1, f"run {i}"
+        case.check(result, q, *(x.dequantize() for x in stored))
+
+
+def test_latents_and_cascades(first_runs: list[object]) -> None:
+    batch = fa.BatchAttention(
+        fa.Causal(), num_q_heads=4, num_kv_heads=1, head_dim=48, head_dim_v=32, v_in_k=True,
+        q_dtype=torch.float32,
+    )  # fmt: skip
+    batch.plan(indptr(Q_LENS), fa.Ragged(indptr(KV_LENS)))
+    for _ in range(3):
+        q, k = torch.randn(sum(Q_LENS), 4, 48), torch.randn(sum(KV_LENS), 1, 48)
+        batch.run(q, k, scale=0.2)
+    assert len(first_runs) == 1
+    first_runs.clear()
+    cascade = fa.CascadeAttention(
+        fa.Causal(), num_q_heads=4, num_kv_heads=2, head_dim=DIM, q_dtype=torch.float32
+    )
+    lens = torch.tensor([0, 1, 2], dtype=torch.int32)
+    pages = [torch.randn(12, 4, 2, DIM) for _ in range(2)]
+    last = torch.tensor([3, 4], dtype=torch.int32)
+    prefix = fa.Paged(lens[:2], torch.tensor([5, 6], dtype=torch.int32)[:1], last[1:], 4)
+    own = fa.Paged(lens, torch.tensor([1, 2], dtype=torch.int32), last, 4)
+    cascade.plan(
+        [fa.CascadeLevel(torch.tensor([0, 2], dtype=torch.int32), prefix),
+         fa.CascadeLevel(torch.tensor([0, 1, 2], dtype=torch.int32), own)]
+    )  # fmt: skip
+    outs = [cascade.run(torch.ones(2, 4, DIM), *pages) for _ in range(3)]
+    assert len(first_runs) == 1 and torch.equal(outs[0], outs[2])
+
+
+def test_layouts_that_take_turns(first_runs: list[object]) -> None:
+    case = Case()
+    for _ in range(3):
+        q, k, v = case.tensors()
+        apart = k.transpose(1, 2).contiguous().transpose(1, 2)
+        for keys in (k, apart):
+            case.check(case.batch.run(q, keys, v), q, k, v)
+    assert len(first_runs) == 2
+    planned = case.batch.in_force()
+    assert isinstance(planned, batch_run.Planned)
+    for gap in range(1, 9):
+        wide = torch.randn(sum(Q_LENS), HEADS[0], DIM + gap)
+        case.batch.run(wide[..., :DIM], k, v)
+        case.batch.run(*case.tensors(), return_lse=torch.tensor(True))
+    kept = [len(repeats) for repeats in planned.repeats.values()]
+    assert max(kept) == batch_run.KEPT_REPEATS and len(kept) == 2
+
+
+def test_subclasses_are_computed_and_not_kept() -> None:
+    case = Case()
+    q, k, v = case.tensors()
+    for _ in range(3):
+        case.check(case.batch.run(q.as_subclass(Odd), k, v), q, k, v)
+    planned = case.batch.in_force()
+    assert isinstance(planned, batch_run.Planned)
+    assert all(len(repeats) == 1 for repeats in planned.repeats.values())
+
+
+def test_a_tensor_that_another_thread_rebinds_during_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch is remembered with the layouts that it was bound to."""
+    case = Case()
+    q, k, v = case.tensors()
+    q_by_head = torch.randn(HEADS[0], q.shape[0], DIM).transpose(0, 1)
+    out, wide = torch.empty_like(q), torch.zeros(sum(Q_LENS), HEADS[0], 2 * DIM)
+    cell, given = q.clone(), wide[..., :DIM]
+    launch = batch_run.launch
+
+    def rebound(*arguments: Any) -> Any:
+        result = launch(*arguments)
+        cell.data, given.data = q_by_head, out
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_run, "launch", rebound)
+        case.batch.run(cell, k, v, out=given)
+    space = torch.zeros(2 * q.numel())
+    mine = space[: q.numel()].view(q.shape)
+    case.batch.run(q_by_head, k, v, out=mine)
+    case.check(mine, q_by_head, k, v)
+    assert not space[q.numel() :].any()
+    case.check(case.batch.run(q, k, v, out=mine), q, k, v)
+
+
+def test_without_torchs_functions_for_dlpack(tmp_path: Path) -> None:
+    """In another process, as the functions are looked up once."""
+    program = tmp_path / "run.py"
+    program.write_text(
+        "import torch\n"
+        "del torch.Tensor.__dlpack_c_exchange_api__\n"
+        "from tests.ops.batches.test_repeated_runs import Case\n"
+        "case = Case()\n"
+        "for _ in range(3):\n"
+        "    given = case.tensors()\n"
+        "    case.check(case.batch.run(*given), *given)\n"
+    )
+    subprocess.run(
+        [sys.executable, str(program)], check=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_freed_memory(name: str) -> None:
+    for runs_before in (0, 1):
+        case = Case()
+        q, k, v = case.tensors()
+        given = {"q": q, "k": k.clone(), "v": v.clone(), "out": torch.empty_like(q)}
+        for _ in range(runs_before):
+            case.batch.run(**given)
+        given[name].untyped_storage().resize_(0)
+        with pytest.raises(InputError, match=f"{name} has no memory"):
+            case.batch.run(**given)
 
 
 def test_other_tensors_of_the_same_layouts(first_runs: list[object]) -> None:
@@ -153,6 +325,13 @@ def refused() -> dict[str, Callable[[Any, Any, Any], dict[str, Any]]]:
         "out overlaps q": lambda q, k, v: {"q": wide[..., :DIM], "out": wide[..., DIM:]},
         "out in k": lambda q, k, v: {"out": k.view(-1)[: q.numel()].view(q.shape)},
         "out in v": lambda q, k, v: {"out": v.view(-1)[-q.numel() :].view(q.shape)},
+        "another shape that requires grad": lambda q, k, v: {
+            "q": q[:, :, :16].clone().requires_grad_()
+        },
+        "another dtype that requires grad": lambda q, k, v: {"q": q.double().requires_grad_()},
+        "out of another shape that requires grad": lambda q, k, v: {
+            "out": torch.zeros(2, 4, 8, requires_grad=True)
+        },
         "NaN as scale": lambda q, k, v: {"scale": float("nan")},
         "a word as scale": lambda q, k, v: {"scale": "large"},
     }  # fmt: skip
@@ -291,10 +470,6 @@ def test_the_number_of_threads_of_each_run() -> None:
         torch.set_num_threads(before)
 
 
-class Odd(torch.Tensor):
-    """A subclass."""
-
-
 @pytest.mark.parametrize(
     "odd",
     [None, 5, "q", [1.0], torch.zeros(3).to_sparse(), torch.zeros(3, device="meta"),
@@ -307,15 +482,34 @@ def test_objects_that_are_no_plain_tensors_are_not_recognised(odd: object) -> No
     case.batch.run(q, k, v)
     planned = case.batch.in_force()
     assert isinstance(planned, batch_run.Planned)
-    (last,) = planned.repeats.values()
+    ((repeat,),) = planned.repeats.values()
     out = torch.full_like(q, 7.0)
-    rest: Any = (1.0, 1, (), (), 0, *last._variation.pointers)
+    rest: Any = (1.0, 1, (), (), 0, *repeat._variation.pointers)
+    native = repeat._native
     for i in range(4):
         given: list[Any] = [q, k, v, out]
         given[i] = odd
-        assert not last._native.launch(*given, None, *rest)
-        made = _C.RepeatedCall(last._launch.call, *given, None, ())
-        assert not made.launch(*given, None, *rest)
-    assert not last._native.launch(q, k, v, out, odd if odd is not None else q, *rest)
-    assert not last._native.launch(q, k, v, out, None, 1.0, 1, (0,), (), 0, *rest[5:])
+        assert native.fits(*given, None) is (i == 3 and odd is None)
+        assert not native.launch(*given, None, *rest)
+    assert not native.fits(q, k, v, out, odd if odd is not None else q)
+    assert not native.launch(q, k, v, out, odd if odd is not None else q, *rest)
     assert torch.equal(out, torch.full_like(q, 7.0)), "nothing was written"
+
+
+def test_layouts_that_are_none() -> None:
+    case = Case()
+    q, k, v = case.tensors()
+    case.batch.run(q, k, v)
+    planned = case.batch.in_force()
+    assert isinstance(planned, batch_run.Planned)
+    ((repeat,),) = planned.repeats.values()
+    one = (q.shape, q.stride(), q)
+    for wrong in (
+        (), (one,) * 4, (one,) * 6, (None, *(one,) * 4), (5, *(one,) * 4),
+        ((q.shape, q.stride()), *(one,) * 4), ((q.shape, (1,), q), *(one,) * 4),
+        (((1,) * 5, (1,) * 5, q), *(one,) * 4), ((("a",), (1,), q), *(one,) * 4),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError)):
+            _C.RepeatedCall(repeat.launch.call, wrong, ())
+    unread = _C.RepeatedCall(repeat.launch.call, ((q.shape, q.stride(), "q"), *(one,) * 4), ())
+    assert not unread.fits(q, q, q, q, q)
