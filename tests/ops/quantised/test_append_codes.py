@@ -128,6 +128,48 @@ def test_equal_values_and_any_order_of_a_codebook(target: str | None) -> None:
         check(cache, own.quantize(x))
 
 
+def codebooks() -> dict[str, list[float]]:
+    """Values with middles far apart and close together, ordered or not, on one side or both."""
+    made = {
+        "nf4": list(Format("nf4").values.book),
+        "e2m1": list(Format("e2m1").values.book),
+        "even": [float(i - 8) for i in range(16)],
+        "powers": [(-1.0) ** i * 2.0 ** -(i // 2) for i in range(16)],
+        "positive": [1.0 + i * i / 7 for i in range(16)],
+        "negative": [-3.0 - i / 1000 for i in range(16)],
+        "almost even": [i - 7.5 + (0.51 if i == 7 else 0.0) for i in range(16)],
+        "close": [-1.0, *(0.5 + i * 2.0**-23 for i in range(14)), 1.0],
+        "large": [(i - 7.3) * 1e18 for i in range(16)],
+        "small": [(i - 7.3) * 1e-18 for i in range(16)],
+    }
+    for seed in range(12):
+        torch.manual_seed(seed)
+        made[f"random {seed}"] = (torch.randn(16) * 10 ** torch.randn(())).tolist()
+    return made
+
+
+@pytest.mark.parametrize("target", [default_target(), other_target()])
+def test_rows_at_the_middles_of_codebooks(target: str, monkeypatch) -> None:
+    """And next to them; a scale of 1."""
+    monkeypatch.setenv("FLASHATTN_JIT_TARGET", target)
+    for name, values in codebooks().items():
+        own = Format(tuple(values))
+        book = torch.tensor(values)
+        low = book.sort().values
+        middles = (low[1:] + low[:-1]) * 0.5
+        most = book.abs().max()
+        near = [torch.nextafter(middles, s * torch.tensor(float("inf"))) for s in (-1, 1)]
+        x = torch.cat([middles, *near, low, most[None], -most[None]])
+        x = torch.cat([x, torch.full((64 - len(x),), 0.3) * most])
+        k = x * torch.tensor([1.0, -1.0, 0.999])[:, None].expand(11, HEADS, 1)
+        caches = empty(own, 64), empty(own, 64)
+        fa.append_paged_kv(k, k.flip(-1), *caches, Q_INDPTR, PAGED)
+        for cache, rows_of in zip(caches, (k, k.flip(-1)), strict=True):
+            wanted = own.quantize(rows_of)
+            assert (wanted.scales[:, 0] == 1).all(), name
+            check(cache, wanted)
+
+
 @pytest.mark.parametrize("target", [default_target(), other_target()])
 def test_values_of_a_codebook_near_the_least_float(target: str, monkeypatch) -> None:
     """Quotients at the middles between values, where their last bits are subnormal."""

@@ -81,37 +81,57 @@ class Append {
     }
   }
 
+  // Rows as codes, some at a time. row(from, at, head, key): the E that those of a new row are, the
+  // at-th of its batch.
+  template <class E, class Stored, int N, class Row>
+  FAJIT_INLINE void put_codes(const Rows& rows, const Codes<Stored>& codes, const fajit_work& item,
+                              Row row) const {
+    using New = typename Config::New;
+    using Q = Quantizer<Stored>;
+    const E* found[Q::kRows];
+    typename Q::Place places[Q::kRows];
+    int count = 0;
+    // From a row to one that is read at least a batch later, or lies behind the last row.
+    const int64_t to_later = rows.from.strides[0] * ((Q::kRows - 1) / c_.args->num_kv_heads + 1);
+    each_row(item, [&](int64_t token, int32_t page, int32_t slot, int32_t head, int32_t key) {
+      const New* const from = rows.template source<New>(token, head);
+      const char* const later = reinterpret_cast<const char*>(from) + to_later;
+      for (int i = 0; i < N * int{sizeof(New)}; i += 64) __builtin_prefetch(later + i);
+      found[count] = row(from, count, head, key);
+      Stored* const target = rows.template target<Stored>(page, slot, head);
+      places[count++] = codes.place(target, page, slot, head);
+      if (count < Q::kRows) return;
+      codes.template store_rows<N>(found, places, count);
+      count = 0;
+    });
+    codes.template store_rows<N>(found, places, count);
+  }
+
   template <class Stored, bool Modified, int N, class Mod>
   FAJIT_INLINE void put_rows(const Rows& rows, const Codes<Stored>& codes, const fajit_work& item,
                              Mod mod) const {
     if constexpr (kIsCode<Stored>) {
       using New = typename Config::New;
+      if constexpr (!Modified) {
+        if (codes.template reads_whole<N>())
+          return put_codes<New, Stored, N>(
+              rows, codes, item, [](const New* from, int, int32_t, int32_t) { return from; });
+      }
       using Q = Quantizer<Stored>;
       constexpr int stride = Q::template kStride<N>;
       alignas(64) float values[Q::kRows * stride];
-      typename Q::Place places[Q::kRows];
-      int count = 0;
-      // From a row to one that is read at least a batch later, or lies behind the last row.
-      const int64_t to_later = rows.from.strides[0] * ((Q::kRows - 1) / c_.args->num_kv_heads + 1);
-      each_row(item, [&](int64_t token, int32_t page, int32_t slot, int32_t head, int32_t key) {
-        float* const to = values + count * stride;
-        const New* const from = rows.template source<New>(token, head);
-        const char* const later = reinterpret_cast<const char*>(from) + to_later;
-        for (int i = 0; i < N * int{sizeof(New)}; i += 64) __builtin_prefetch(later + i);
-        if constexpr (Modified) {
-          alignas(64) float row[round_up(N, kLanes)];
-          load_row<New, N>(from, row);
-          mod(static_cast<const float*>(row), to, head, key);
-        } else {
-          load_row<New, N>(from, to);
-        }
-        Stored* const target = rows.template target<Stored>(page, slot, head);
-        places[count++] = codes.place(target, page, slot, head);
-        if (count < Q::kRows) return;
-        codes.template store_rows<N>(values, places, count);
-        count = 0;
-      });
-      codes.template store_rows<N>(values, places, count);
+      put_codes<float, Stored, N>(rows, codes, item,
+                                  [&](const New* from, int at, int32_t head, int32_t key) {
+                                    float* const to = values + at * stride;
+                                    if constexpr (Modified) {
+                                      alignas(64) float row[round_up(N, kLanes)];
+                                      load_row<New, N>(from, row);
+                                      mod(static_cast<const float*>(row), to, head, key);
+                                    } else {
+                                      load_row<New, N>(from, to);
+                                    }
+                                    return to;
+                                  });
     } else {
       each_row(item, [&](int64_t token, int32_t page, int32_t slot, int32_t head, int32_t key) {
         convert_row<Modified, N, N>(rows.template source<Stored>(token, head),

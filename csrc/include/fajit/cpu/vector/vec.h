@@ -40,6 +40,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * FAJIT_LANES)));
 typedef int64_t vl __attribute__((vector_size(8 * FAJIT_LANES)));
 typedef double vd __attribute__((vector_size(8 * FAJIT_LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * FAJIT_LANES)));
+typedef uint16_t vw __attribute__((vector_size(4 * FAJIT_LANES)));  // two a lane
 #if FAJIT_LANES == 16
 typedef uint16_t v32 __attribute__((vector_size(64)));
 #endif
