@@ -15,8 +15,8 @@ from functools import lru_cache
 from ..variants.ir.ir import ROW_HOOKS, VariantIR
 from ..variants.lower.expressions import Uniforms
 from ..variants.lower.row import lower_cuda
-from ..variants.lower.row_numbers import row_numbers
-from .spec import DTYPE_BYTES, KernelSpec, stored_bytes
+from ..variants.lower.row_numbers import RowNumbers, row_numbers
+from .spec import CUDA_CODES, DTYPE_BYTES, KernelSpec, stored_bytes
 from .targets import architecture
 
 WARP = 32
@@ -46,6 +46,9 @@ MAX_WARPS = {"prefill": 8, "few_row": 12, "prefill_wide": 8}
 products; the registers of more warps are better used for larger tiles and hooks. Kernels that wait
 for memory gain from three. A kernel that uses fewer registers than its budget can still have more
 resident warps."""
+
+ROW_CHANGES = ("key_mod", "value_mod")
+"""The hooks that change rows of keys, and of values."""
 
 _ITEM_BYTES = 40  # a block's current work item, and its position in the worker's list
 _WORKING_REGISTERS = 56  # addresses, operand fragments, row maxima and sums, loop state
@@ -118,21 +121,46 @@ def _wgmma_shared_bytes(spec: KernelSpec) -> int:
 def query_stages(spec: KernelSpec) -> int:
     """Stages of Q of a wgmma kernel: two, if as many blocks fit a multiprocessor as with one."""
     one, two = (resident_by_shared(spec.target, _wgmma_bytes(spec, n)) for n in (1, 2))
-    wanted = 1 if spec.tile_q == 128 else min(one, 2)
+    wanted = min(one, 2) if _has_two_blocks(spec) else 1
     return 2 if two >= wanted else 1
 
 
+def _has_two_blocks(spec: KernelSpec) -> bool:
+    """Whether the registers of a multiprocessor are enough for two blocks of a wgmma kernel."""
+    return spec.tile_q == 64 and not changes_rows(spec)
+
+
 def _wgmma_bytes(spec: KernelSpec, query_stages: int) -> int:
-    """Q, rings of K and V, barriers, records of tiles and runs, items, the walk."""
+    """Q, rings of K and V and of their codes, barriers, records, items, the walk, and of row hooks
+    and codes the scratch and the numbers of a warp."""
     consumers = spec.tile_q // 16
     ring = _panels_bytes(spec.tile_kv, spec.head_dim) + _panels_bytes(spec.tile_kv, spec.head_dim_v)
     queries = query_stages * _panels_bytes(spec.tile_q, spec.head_dim)
     tiles = queries + spec.num_stages * ring
     runs = 4 if _walks_by_chunks(spec) else 0
     count = 4 * spec.num_stages + query_stages * spec.tile_q // 32 + 1 + 2 * runs
+    records, hooked = spec.num_stages + runs, consumers
+    numbers = 0
+    if changes_rows(spec):
+        codes = sum(code_pitch(dim, dtype) for dim, dtype in _sides(spec) if dtype in CUDA_CODES)
+        tiles += spec.num_stages * spec.tile_kv * codes
+        count += 4 * spec.num_stages
+        records += spec.num_stages
+        hooked += 4
+        numbers = 4 * spec.tile_kv * _decoded_numbers(spec)
     barriers = _up(8 * count, 16)
-    warps = 32 * spec.num_warps + _walk_bytes(spec) + consumers * row_temps(spec.variant) * 4
-    return tiles + barriers + 16 * (spec.num_stages + runs) + warps
+    warps = 32 * spec.num_warps + _walk_bytes(spec) + hooked * row_temps(spec.variant) * 4
+    return tiles + barriers + 16 * records + warps + numbers
+
+
+def _sides(spec: KernelSpec) -> tuple[tuple[int, str], tuple[int, str]]:
+    """The head dim and the dtype of keys, and of values."""
+    return (spec.head_dim, spec.k_dtype), (spec.head_dim_v, spec.v_dtype)
+
+
+def changes_rows(spec: KernelSpec) -> bool:
+    """Whether codes, key_mod or value_mod change rows of keys or values."""
+    return spec.has_codes or any(map(spec.variant.has, ROW_CHANGES))
 
 
 def _walks_by_chunks(spec: KernelSpec) -> bool:
@@ -146,15 +174,26 @@ def _walk_bytes(spec: KernelSpec) -> int:
     return 48 if _walks_by_chunks(spec) else 32
 
 
-def warpgroup_registers(spec: KernelSpec) -> tuple[int, int]:
-    """Registers of a thread of the producer and of the consumers of a wgmma kernel.
+def warpgroup_registers(spec: KernelSpec) -> tuple[int, int, int]:
+    """Registers of a thread of a wgmma kernel: of the producer, of consumers, of changers.
 
-    (0, 0): both have those that the kernel is launched with. The producer evaluates the mask's
-    interval form, which takes more registers than issuing copies.
+    0: those that the kernel is launched with. The producer evaluates the mask's interval form,
+    which takes more registers than issuing copies. Hooks, of which eight rows are changed at once,
+    take more than codes.
     """
+    if changes_rows(spec):
+        in_place = any(
+            dtype not in CUDA_CODES and spec.variant.has(hook)
+            for hook, (_, dtype) in zip(ROW_CHANGES, _sides(spec), strict=True)
+        )
+        if spec.tile_q == 64:
+            return 56, 240, 0
+        if not in_place:
+            return 56, 184, 88
+        return (56, 168, 120) if max(spec.head_dim, spec.head_dim_v) <= 128 else (56, 176, 104)
     if spec.tile_q == 128:
-        return 56, 224
-    return (64, 192) if ctas_per_sm(spec) == 2 else (0, 0)
+        return 56, 224, 0
+    return (64, 192, 0) if ctas_per_sm(spec) == 2 else (0, 0, 0)
 
 
 def code_pitch(head_dim: int, dtype: str) -> int:
@@ -173,15 +212,30 @@ def loaded_bytes(spec: KernelSpec) -> int:
 def _decoded_numbers(spec: KernelSpec) -> int:
     """Floats that a row of codes needs for its scales and zero points: see `Widening`."""
     count = 0
-    for hook, head_dim, dtype in (
-        ("key_mod", spec.head_dim, spec.k_dtype), ("value_mod", spec.head_dim_v, spec.v_dtype),
-    ):  # fmt: skip
-        found = row_numbers(spec.variant.hook(hook), spec.variant.tensors)
-        if found is None or (found.codebook >= 0 and DTYPE_BYTES[dtype] != 0.5):
-            continue
-        if head_dim % (8 * len(found.scales)) == 0:
+    for hook, (head_dim, dtype) in zip(ROW_CHANGES, _sides(spec), strict=True):
+        if spec.tile_kind == "prefill_wgmma" and dtype not in CUDA_CODES:
+            continue  # changed in place, by the hook
+        found = _decoding(spec, hook, head_dim, dtype)
+        if found is not None:
             count += len(found.scales) + len(found.zeros)
     return count
+
+
+def _decoding(spec: KernelSpec, hook: str, head_dim: int, dtype: str) -> RowNumbers | None:
+    """The numbers by which a hook decodes rows of codes; None where it does more."""
+    found = row_numbers(spec.variant.hook(hook), spec.variant.tensors)
+    if found is None or (found.codebook >= 0 and DTYPE_BYTES[dtype] != 0.5):
+        return None
+    return found if head_dim % (8 * len(found.scales)) == 0 else None
+
+
+def hook_over_codes(spec: KernelSpec) -> str:
+    """key_mod or value_mod, where it does more than decode rows of codes; empty if neither does."""
+    for hook, (head_dim, dtype) in zip(ROW_CHANGES, _sides(spec), strict=True):
+        coded = dtype in CUDA_CODES and spec.variant.has(hook)
+        if coded and _decoding(spec, hook, head_dim, dtype) is None:
+            return hook
+    return ""
 
 
 def _ring_bytes(spec: KernelSpec) -> int:
@@ -274,11 +328,12 @@ def ctas_per_sm(spec: KernelSpec) -> int:
 
     The largest number, up to `MAX_WARPS` warps, that fits shared memory and leaves each thread
     enough registers for its accumulators and a working set. A wgmma kernel divides its registers
-    by itself: two blocks of 64 rows fit, where they fit shared memory, else one.
+    by itself: two blocks of 64 rows fit, where they fit shared memory and have no changers, else
+    one.
     """
     if spec.tile_kind == "prefill_wgmma":
-        two = spec.tile_q == 64 and resident_by_shared(spec.target, shared_bytes(spec)) >= 2
-        return 2 if two else 1
+        both = resident_by_shared(spec.target, shared_bytes(spec)) >= 2
+        return 2 if both and _has_two_blocks(spec) else 1
     needed = accumulator_registers(spec) + _WORKING_REGISTERS
     for ctas in range(MAX_WARPS[spec.tile_kind] // spec.num_warps, 1, -1):
         if (

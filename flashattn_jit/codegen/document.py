@@ -302,10 +302,12 @@ def _check_tile(
         raise fail("tile", f"{tile_q} rows are not blocks of 16 for each of {warps} warps")
     if kind == "prefill_wgmma" and (
         target not in SPECIFIC_TARGETS
-        or (tile_q, warps) not in ((64, 8), (128, 12))
+        or (tile_q, warps) not in ((64, 8), (64, 12), (128, 12), (128, 16))
         or tile_kv > 256  # type: ignore[operator]
     ):
-        raise fail("tile", f"{kind} has 64 or 128 rows, 8 or 12 warps, on {SPECIFIC_TARGETS[0]}")
+        raise fail(
+            "tile", f"{kind} has 64 or 128 rows, 8, 12 or 16 warps, on {SPECIFIC_TARGETS[0]}"
+        )
     if kind == "prefill_wide" and (
         not cuda
         or tile_q not in (32, 64)

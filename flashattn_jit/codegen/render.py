@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..variants.interval.simplify import range_tables
 from ..variants.lower.hooks import lower_hooks
 from .budget import (
+    changes_rows,
     ctas_per_sm,
     merge_shared_bytes,
     query_stages,
@@ -100,6 +101,7 @@ def _cuda_names(spec: KernelSpec) -> dict[str, object]:
         "shared_bytes": shared_bytes(spec),
         "query_stages": query_stages(spec),
         "warpgroup_registers": warpgroup_registers(spec),
+        "changes_rows": changes_rows(spec),
         "merge_shared_bytes": merge_shared_bytes(spec),
         "merge_waits": sm_version(spec.target) >= 90,
         **_cuda_code(spec),

@@ -19,8 +19,10 @@ from ..codegen.budget import (
     WARP,
     WGMMA_SPILL_BYTES,
     accumulator_registers,
+    changes_rows,
     ctas_per_sm,
     fits,
+    hook_over_codes,
     limits,
     loaded_bytes,
     padded,
@@ -133,17 +135,30 @@ faster in the mean over 1k to 16k keys, as less of the last tiles is wasted and 
 dim 128 (full and causal, 0.99 to 1.12 times the rate of 160), 64 at 256 (causal, 1.01 to 1.03 times
 that of 80), and at 64 under a mask 128 (0.95 to 1.09 times that of 192)."""
 
+_WGMMA_CHANGED: tuple[tuple[int, tuple[Tile, ...]], ...] = (
+    (64, (Tile(128, 128, 16), Tile(128, 64, 16))),
+    (192, (Tile(128, 64, 16), Tile(128, 32, 16))),
+    (256, (Tile(64, 64, 12), Tile(64, 32, 12))),
+)
+"""The same where codes, key_mod or value_mod change rows, which takes a warpgroup more. Its
+registers leave two groups of consumers half the keys, and above head dim 192 one group.
+
+Up to 64 rows kernels of mma.sync are taken below that, of which two blocks share a multiprocessor:
+each row would be changed for one group. The model of machine code gives tiles of 128 rows 1.2 to
+1.7 times the rate of mma.sync's (`tests/cuda/cycles.json`), but 0.8 times where RoPE is run over
+codes, byte by byte (`hook_over_codes`)."""
+
 WGMMA_TARGET = {"sm_90": "sm_90a"}
 """What wgmma kernels are compiled for, by the architecture that has them."""
 
 _NOT_BY_WGMMA = frozenset({"unaligned", "sparse", "mixed_rows"})
 
 
-def against_wgmma(spec: KernelSpec, tma: bool = True) -> str:
-    """Why a kernel cannot be one of wgmma; empty if it can.
+def against_wgmma(spec: KernelSpec, tma: bool = True, rows: int = ROW_CLASSES[-1]) -> str:
+    """Why a kernel for a class of rows cannot be one of wgmma; empty if it can.
 
     Unaligned rows, key lists, keys that rows of several requests share and pages of a few slots are
-    not what TMA copies; key_mod and value_mod change rows that only the matrix units would read.
+    not what TMA copies.
     """
     if architecture(spec.target) not in WGMMA_TARGET:
         return f"{architecture(spec.target)} has no wgmma"
@@ -151,17 +166,25 @@ def against_wgmma(spec: KernelSpec, tma: bool = True) -> str:
         return f"TMA copies no tiles with feature {feature}"
     if not tma:
         return "TMA copies no pages whose size is not a multiple of 8"
-    for hook in ("key_mod", "value_mod"):
-        if spec.variant.has(hook):
-            return f"{hook} changes rows that wgmma would read"
     if max(spec.head_dim, spec.head_dim_v) > MOST_NARROW:
         return f"a head dim is above {MOST_NARROW}"
-    if spec.has_codes:
-        return "codes are widened in shared memory, which wgmma would read"
     dims = (spec.head_dim, spec.head_dim_v)
     if min(dims) < 64 or any(n % 8 for n in dims):
         return "a head dim is below 64, or not a multiple of 8"
+    if hook := hook_over_codes(spec):
+        return f"{hook} does more than decode: it is run on each row of codes"
+    if changes_rows(spec) and not _rows_of(_WGMMA_CHANGED, rows, max(dims)):
+        return f"with codes, key_mod or value_mod it has no tiles of {rows} rows"
     return ""
+
+
+def _rows_of(
+    table: tuple[tuple[int, tuple[Tile, ...]], ...], rows: int, widest: int
+) -> tuple[Tile, ...]:
+    """The tiles of a table for a class of rows: of as many rows, or else of fewer."""
+    tiles = next(tiles for bound, tiles in table if widest <= bound)
+    most = max((t.tile_q for t in tiles if t.tile_q <= rows), default=0)
+    return tuple(t for t in tiles if t.tile_q == most)
 
 
 def shares_rows(spec: KernelSpec) -> bool:
@@ -173,8 +196,8 @@ def shares_rows(spec: KernelSpec) -> bool:
     """
     if not is_cuda(spec.target):
         return False
-    changed = spec.has_codes or spec.variant.has("key_mod") or spec.variant.has("value_mod")
-    return max(padded(spec.head_dim), padded(spec.head_dim_v)) > MOST_NARROW and not changed
+    wide = max(padded(spec.head_dim), padded(spec.head_dim_v)) > MOST_NARROW
+    return wide and not changes_rows(spec)
 
 
 def has_tiles(head_dims: tuple[int, int], target: str) -> bool:
@@ -249,7 +272,7 @@ def ladder(spec: KernelSpec, rows: int, tma: bool = True) -> tuple[KernelSpec, .
     if kind == "prefill":
         tiles = tuple(t for t in tiles if t.tile_kv <= _most_keys(spec, widest))
     tiled = [_with(spec, t, kind) for t in tiles]
-    if kind == "prefill" and not against_wgmma(spec, tma):
+    if kind == "prefill" and not against_wgmma(spec, tma, rows):
         tiled = [*_wgmma_tiles(spec, rows), *tiled]
     return tuple(s for p in tiled if fits(s := with_stages(p)))
 
@@ -263,15 +286,15 @@ def _with(spec: KernelSpec, tile: Tile, kind: TileKind) -> KernelSpec:
 
 def _wgmma_tiles(spec: KernelSpec, rows: int) -> list[KernelSpec]:
     """The wgmma tiles of a row class."""
-    widest = max(spec.head_dim, spec.head_dim_v)
-    tiles = next(tiles for bound, tiles in _WGMMA if widest <= bound)
+    table = _WGMMA_CHANGED if changes_rows(spec) else _WGMMA
+    tiles = _rows_of(table, rows, max(spec.head_dim, spec.head_dim_v))
     most = 256
     if _has_long_functions(spec):
         most = _MANY_KEYS
     elif spec.variant.has("mask_mod"):
         most = 2 * _MANY_KEYS
     on = replace(spec, target=WGMMA_TARGET[architecture(spec.target)])
-    return [_with(on, t, "prefill_wgmma") for t in tiles if t.tile_q == rows and t.tile_kv <= most]
+    return [_with(on, t, "prefill_wgmma") for t in tiles if t.tile_kv <= most]
 
 
 def with_stages(spec: KernelSpec) -> KernelSpec:
@@ -422,5 +445,6 @@ def for_or_against(spec: KernelSpec, chosen: KernelSpec, packed_rows: int) -> st
     )
     if spec.tile_kind == "prefill" and architecture(spec.target) in WGMMA_TARGET:
         pages = "TMA copies no such pages, or " if "paged" in spec.features else ""
-        reason += f"; not wgmma: {against_wgmma(spec) or pages + 'its kernels spill'}"
+        against = against_wgmma(spec, rows=row_class(packed_rows))
+        reason += f"; not wgmma: {against or pages + 'its kernels spill'}"
     return reason

@@ -1,4 +1,6 @@
-"""The table of predicted clocks of kernels. `python -m tests.cuda.cycles` writes it: three minutes.
+"""The table of predicted clocks of kernels. `python -m tests.cuda.cycles` writes it: four minutes.
+
+With names of variants or formats it updates only these.
 
 cycles.json has, for some variants, targets and head dims, the tile of the prefill kernel and the
 clocks that the model of machine code gives one turn of its loop (`flashattn_jit/inspect/
@@ -10,25 +12,44 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import flashattn_jit as fa
 from flashattn_jit.codegen.targets import architecture
 from flashattn_jit.inspect.machine_code.report import machine_code
 from flashattn_jit.planner.devices import typical_hardware
+from flashattn_jit.planner.tiles import choose_rows
 from tests.cuda.digests import nvcc_release
-from tests.cuda.kernels import by_mma_sync, specs
+from tests.cuda.kernels import by_mma_sync, coded_spec, ir_of, specs
 
 TABLE = Path(__file__).with_name("cycles.json")
 VARIANTS = ("plain", "causal", "alibi", "sliding_window", "soft_cap", "soft_cap_approximate")
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 HEAD_DIMS = (64, 128, 256)
+FORMATS = {
+    "int8": fa.kv.Format("int8"), "e4m3": fa.kv.Format("e4m3"),
+    "int4": fa.kv.Format("int4", group=64),
+}  # fmt: skip
+"""Of keys and values, without a mask."""
+
+CHANGED = (*FORMATS, "rope")
+"""What changes rows of keys and values, on Hopper."""
+
 KERNELS = [(v, t, d) for d in HEAD_DIMS for t in TARGETS for v in VARIANTS]
+KERNELS += [(v, t, d) for d in HEAD_DIMS for t in TARGETS[-2:] for v in CHANGED]
 
 
 def predicted(name: str, target: str, head_dim: int) -> dict[str, Any]:
     """The tile of a variant's kernel for many rows, and the clocks of its loops."""
-    spec = max(specs(name, architecture(target), (head_dim, head_dim)), key=lambda s: s.tile_q)
+    dims = (head_dim, head_dim)
+    if kv_format := FORMATS.get(name):
+        spec = coded_spec((kv_format, kv_format), dims)
+    elif name in CHANGED:
+        spec = choose_rows(ir_of(name), dims, ("bfloat16",) * 3, architecture(target), 5000)
+    else:
+        spec = max(specs(name, architecture(target), dims), key=lambda s: s.tile_q)
     spec = spec if target == spec.target else by_mma_sync(spec)
     code = machine_code(spec, typical_hardware(target))
     taken = code.spec
@@ -49,15 +70,16 @@ def read() -> dict[str, Any]:
     return table
 
 
-def main() -> None:
-    """Writes the table."""
-    table: dict[str, Any] = {}
-    for done, kernel in enumerate(KERNELS, 1):
+def main(names: Sequence[str]) -> None:
+    """Writes the table, or the rows of variants or formats with these names."""
+    table: dict[str, Any] = read()["kernels"] if names else {}
+    kernels = [kernel for kernel in KERNELS if not names or kernel[0] in names]
+    for done, kernel in enumerate(kernels, 1):
         table[row(*kernel)] = predicted(*kernel)
-        sys.stderr.write(f"\r{done} of {len(KERNELS)}")
+        sys.stderr.write(f"\r{done} of {len(kernels)}")
     TABLE.write_text(json.dumps({"nvcc": nvcc_release(), "kernels": table}, indent=1) + "\n")
     sys.stderr.write(f"\n{TABLE}\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -13,15 +13,20 @@ from pathlib import Path
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS
+from flashattn_jit.formats import Format
 from flashattn_jit.jit.compilation import nvcc
 from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.compilation.ptxas_report import Report, load_report
 from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.jit.module import load_stepping
+from flashattn_jit.ops.planning.batch_params import stand_ins
 from flashattn_jit.planner.cuda_tiles import row_class, with_tile
-from flashattn_jit.planner.tiles import build_requests, fallbacks, kernels_by_rows
+from flashattn_jit.planner.tiles import build_requests, choose_rows, fallbacks, kernels_by_rows
+from flashattn_jit.stored_hooks import decoded, decodings
+from flashattn_jit.variants.binding import bind_on_host
+from flashattn_jit.variants.ir.dtypes import KV_NAMES
 from flashattn_jit.variants.ir.ir import VariantIR
-from flashattn_jit.variants.variant import Dims, as_variant
+from flashattn_jit.variants.variant import Dims, Variant, as_variant
 from tests.harness import rotation
 from tests.registry.case import Case
 from tests.registry.cases import CASES, by_name
@@ -119,6 +124,24 @@ def spec_of(name: str, target: str, kind: TileKind) -> KernelSpec:
     """The kernel of a case for many rows (the largest tile, on Hopper of wgmma) or few."""
     few = kind == "few_row"
     return next(spec for spec in specs(name, target) if (spec.tile_kind == "few_row") == few)
+
+
+def coded_spec(
+    formats: tuple[Format | None, Format | None],
+    head_dims: tuple[int, int],
+    variant: Variant | None = None,
+    rows: int = 5000,
+    features: tuple[str, ...] = (),
+) -> KernelSpec:
+    """The kernel that the planner takes on Hopper for bfloat16 queries and these formats.
+
+    None: keys or values in bfloat16.
+    """
+    over = decoded(as_variant(variant), decodings(formats, *head_dims))
+    dims = Dims(2, 4, 2, rows, 512, *head_dims)
+    ir = bind_on_host(over, dims, stand_ins(over, dims)).ir
+    stored = ("bfloat16" if f is None else KV_NAMES[f.dtype] for f in formats)
+    return choose_rows(ir, head_dims, ("bfloat16", *stored), "sm_90", rows, features)
 
 
 def by_mma_sync(spec: KernelSpec) -> KernelSpec:

@@ -63,6 +63,7 @@ class Mutant:
 PREFILL, PRODUCER, RING = "wgmma/prefill.h", "wgmma/producer.h", "wgmma/ring.h"
 PRODUCTS, MAPS, GROUP = "wgmma/products.h", "wgmma/maps.h", "ptx/warpgroup.h"
 MBARRIER, LAYOUT = "ptx/mbarrier.h", "tile/panel_layout.h"
+CHANGER, CHANGES = "wgmma/changer.h", "wgmma/changes.h"
 
 FENCE, LANES, BLOCK = "ptx::fence_async_proxy();", "__syncwarp();", "__syncthreads();"
 WAIT_ALL, MAY_RUN = "ptx::wait_products<0>();", "ptx::wait_products<1>();"
@@ -75,14 +76,22 @@ ARRIVES = "if (lane_ == 0) ptx::arrive"
 ARRIVES_FOR_FOUR = "if (lane_ == 0 && warp_ % 4 == 0) ptx::arrive"
 READS_RECORD = "return ring_.read_record(turn_);"
 K_THERE = "ptx::wait(ring_.full_keys(turn_), Parts::phase(turn_));"
+K_UNUSED = "ptx::wait(ring_.template unused<Keys>(turn_), Parts::phase(turn_) ^ 1);"
+V_UNUSED = "ptx::wait(ring_.template unused<Values>(turn), Parts::phase(turn) ^ 1);"
 Q_FREE = "release(ring_.empty_queries(group(), num_items_));"
 Q_THERE = "ptx::wait(ring_.full_queries(group(), num_items_), Parts::query_phase(num_items_));"
 
-SENT = "      send_values(before, turn_ - 1);\n    });"  # ends send_tiles
+SENT = "      send_values({before, true, false}, turn_ - 1);\n    });"  # ends send_tiles
 COPY_TO_NOBODY = """
     ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);
-    if (ptx::lane_index() == 0) ptx::arrive_for_copies(ring_.full_keys(turn_), KLayout::kBytes);
-    copy<KLayout>(ring_.keys(turn_), params_.maps.k, ring_.full_keys(turn_), 0, 0, 0);"""
+    if (ptx::lane_index() == 0) ptx::arrive_for_copies(ring_.full_keys(turn_), bytes_of<Keys>());
+    copy<Keys>(ring_.keys(turn_), params_.maps.k, ring_.full_keys(turn_), 0, 0, 0);"""
+
+RECORDS = "if (Side::kKeys && first_ == 0) ring_.write_record(turn_, record);"
+HANDED_ON = "ptx::arrive(ring_.template full<Side>(turn_));"
+HAND_ON = f"if (ptx::lane_index() == 0) {{ {RECORDS} {HANDED_ON} }}\n"
+COUNTED = "const int count = count_of(record);"
+TAKEN = "if constexpr (Side::kCoded) ptx::arrive(ring_.template taken<Side>(turn_));"
 
 STUCK, FLIGHT, PROXY, ORDER = ("deadlock",), ("in flight",), ("proxy",), ("fence",)
 VALUES, NAN, BOUNDS, EXIT = ("wrong",), ("NaN",), ("out of bounds",), ("exit",)
@@ -142,14 +151,14 @@ MUTANTS = (
     plant("released by all lanes", "causal", LOST, PREFILL, ARRIVES,
           "ptx::arrive"),
     # Barriers in shared memory
-    plant("K announced with 16 bytes more", "causal", STUCK, PRODUCER, "KLayout::kBytes);",
-          "KLayout::kBytes + 16);"),
-    plant("K announced with 16 bytes less", "causal", STUCK, PRODUCER, "KLayout::kBytes);",
-          "KLayout::kBytes - 16);"),
-    plant("V announced with 16 bytes more", "causal", STUCK, PRODUCER, "VLayout::kBytes);",
-          "VLayout::kBytes + 16);"),
-    plant("V announced with 16 bytes less", "causal", STUCK, PRODUCER, "VLayout::kBytes);",
-          "VLayout::kBytes - 16);"),
+    plant("K announced with 16 bytes more", "causal", STUCK, PRODUCER, "bytes_of<Keys>());",
+          "bytes_of<Keys>() + 16);"),
+    plant("K announced with 16 bytes less", "causal", STUCK, PRODUCER, "bytes_of<Keys>());",
+          "bytes_of<Keys>() - 16);"),
+    plant("V announced with 16 bytes more", "causal", STUCK, PRODUCER, "bytes_of<Values>());",
+          "bytes_of<Values>() + 16);"),
+    plant("V announced with 16 bytes less", "causal", STUCK, PRODUCER, "bytes_of<Values>());",
+          "bytes_of<Values>() - 16);"),
     plant("the parity of stages is not flipped", "causal", LOST, RING, "return turn / kStages & 1;",
           "return 0;"),
     plant("the parity is that of the turn", "causal", LOST, RING, "return turn / kStages & 1;",
@@ -191,9 +200,9 @@ MUTANTS = (
     plant("Q announced before its copies are complete", "causal", RACE, PRODUCER,
           "ptx::arrive_after_copies(", "ptx::arrive("),
     plant("K copied over K in use", "causal", (*RACE, "mbarrier"), PRODUCER,
-          "ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);", ""),
+          K_UNUSED, ""),
     plant("V copied over V in use", "causal", (*RACE, "mbarrier"), PRODUCER,
-          "ptx::wait(ring_.empty_values(turn), Parts::phase(turn) ^ 1);", ""),
+          V_UNUSED, ""),
     plant("Q copied over Q in use", "many items", RACE, PRODUCER,
           "ptx::wait(ring_.empty_queries(group, n), Parts::query_phase(n) ^ 1);", ""),
     plant("Q released before the output is packed", "many items", RACE, PREFILL,
@@ -205,7 +214,56 @@ MUTANTS = (
            ((PRODUCER, "cuts ? ring_.landed() :", "false ? ring_.landed() :", 0),
             (PRODUCER, "ptx::wait(ring_.landed(), num_cut_++ & 1);",
              "ptx::wait(ring_.full_values(turn_), Parts::phase(turn_));", 0),
-            (PRODUCER, "ptx::arrive(ring_.full_values(turn_));", "{}", 0))),
+            (PRODUCER, "ptx::arrive(ring_.full_values(turn));", "{}", 0))),
+    # Rows that are changed
+    plant("no proxy fence after rows are changed", "codes", PROXY, CHANGER, FENCE, ""),
+    plant("no proxy fence after key_mod", "rope", PROXY, CHANGER, FENCE, ""),
+    plant("a proxy fence of one lane after rows are changed", "value_mod", PROXY, CHANGER, FENCE,
+          "if (ptx::lane_index() == 0) " + FENCE),
+    plant("rows handed on by lanes that have not met", "value_mod", RACE, CHANGER, FENCED, FENCE),
+    *(
+        Mutant(f"{what} handed on before rows are changed", call, RACE,
+               ((CHANGER, HANDED_ON, "{}", 0), (CHANGER, COUNTED, HAND_ON + COUNTED, 0)))
+        for what, call in (("codes", "codes"), ("values", "value_mod"))
+    ),
+    Mutant("handed on by one changer for four, which is counted", "codes", RACE,
+           ((CHANGER, HANDED_ON, "if (first_ == 0) " + HANDED_ON, 0),
+            (RING, ": of_changers                      ? ptx::kGroupWarps",
+             ": of_changers ? i < 2 * kStages ? 1 : ptx::kGroupWarps", 0))),
+    Mutant("codes released before they are read", "codes", RACE,
+           ((CHANGER, TAKEN, "", 0),
+            (CHANGER, COUNTED, f"if (ptx::lane_index() == 0) {TAKEN}\n{COUNTED}", 0))),
+    plant("codes copied over codes in use", "codes", (*RACE, "mbarrier"), PRODUCER, K_UNUSED, ""),
+    plant("values copied over values in use", "value_mod", (*RACE, "mbarrier"), PRODUCER, V_UNUSED,
+          ""),
+    plant("codes read before they have landed", "codes", LOST, CHANGER,
+          "ptx::wait(ring_.template landed<First>(turn), Parts::phase(turn));", ""),
+    plant("codes of values read before they have landed", "codes", LOST, CHANGER,
+          "ptx::wait(ring_.template landed<Values>(turn_), Parts::phase(turn_));", ""),
+    plant("codes widened over rows in use", "codes", LOST, CHANGER,
+          "ptx::wait(ring_.template empty<Side>(turn_), Parts::phase(turn_) ^ 1);", ""),
+    plant("changers hand on no record", "codes", LOST, CHANGER,
+          "ring_.write_record(turn_, record);", "{}"),
+    plant("each changer hands on a record", "codes", RACE, CHANGER, "Side::kKeys && first_ == 0",
+          "Side::kKeys"),
+    plant("numbers of the tile after", "codes of keys", VALUES, CHANGER, "put<First>(held);",
+          "if constexpr (!kBoth) { look_ahead(); } put<First>(held);"),
+    plant("numbers of other rows", "codes", VALUES, CHANGER,
+          "record.tile.begin + first_ + lane : 0", "record.tile.begin + lane : 0"),
+    plant("hooks see other positions", "rope", VALUES, CHANGER,
+          "record.tile.begin + first_ + r);", "record.tile.begin + r);"),
+    plant("codes beyond the end are widened", "codes of floats", NAN, CHANGER,
+          "const int count = count_of(record);", "const int count = kRows;"),
+    plant("values beyond the end are not cleared", "value_mod", NAN, CHANGER,
+          "if (!Side::kKeys && count < kRows)", "if (false)"),
+    plant("one value beyond the end is not cleared", "value_mod", NAN, CHANGER,
+          "first_ + max(count, 0)", "first_ + max(count, 0) + 1"),
+    plant("codes of one page over each other", "codes in pages", (*RACE, *VALUES, *NAN), PRODUCER,
+          "kRowBytes = Side::kCoded ? Side::kPitch", "kRowBytes = Side::kCoded ? 0"),
+    plant("maps of codes have a swizzle", "codes", ("tensor map", *VALUES), MAPS, "kCoded ? 0 : 3",
+          "kCoded ? 3 : 3", host=True),
+    plant("maps of codes have strides of halves", "codes", (*VALUES, *NAN, *BOUNDS), MAPS,
+          "(kCoded ? 1 : 2) * stride", "2 * stride", host=True),
     # Turns of the two groups
     plant("no first turn", "turns", STUCK, PREFILL, "if (kTakesTurns && group() == 1)",
           "if (false)"),
@@ -225,7 +283,7 @@ MUTANTS = (
           "!more && last_run", "!more"),
     plant("no tile is the last", "causal", LOST, PRODUCER, "!more && last_run", "false"),
     plant("values of the tile after", "causal", VALUES, PRODUCER,
-          "if (before.valid()) send_values(before,", "if (before.valid()) send_values(tile,"),
+          "if (before.valid()) send_values({before,", "if (before.valid()) send_values({tile,"),
     # Runs that are found ahead
     plant("a run read before it is there", "many items", LOST, PRODUCER,
           "ptx::wait(ring_.full_run(num_runs_), Ring::run_phase(num_runs_));", ""),
@@ -266,8 +324,8 @@ MUTANTS = (
           "uint64_t{1} << 62", "uint64_t{2} << 62"),
     plant("another swizzle of rows of Q", "ragged 128", VALUES, LAYOUT,
           "% 8 ^ (row & 7)", "% 8 ^ (row & 3)"),
-    plant("another swizzle of maps", "ragged 128", ("tensor map", *VALUES), MAPS, "map.swizzle = 3",
-          "map.swizzle = 2", host=True),
+    plant("another swizzle of maps", "ragged 128", ("tensor map", *VALUES), MAPS, "kCoded ? 0 : 3",
+          "kCoded ? 0 : 2", host=True),
     plant("tiles aligned to 512 bytes", "ragged 128", ("descriptor",), SOURCE,
           "fajit::Kernel::run(params, panels)", "fajit::Kernel::run(params, panels + 512)",
           more_shared=1024),
@@ -280,7 +338,7 @@ MUTANTS = (
     plant("head and page exchanged", "pages 128", (*VALUES, *NAN), PRODUCER,
           "static_cast<int32_t>(at), head, outer", "static_cast<int32_t>(at), outer, head"),
     plant("strides of rows and heads exchanged", "ragged 128", (*VALUES, *NAN, *BOUNDS), MAPS,
-          "2 * stride[2 - i]", "2 * stride[i == 0 ? 1 : i == 1 ? 2 : 0]", host=True),
+          "stride[2 - i]", "stride[i == 0 ? 1 : i == 1 ? 2 : 0]", host=True),
     plant("all panels are the first", "ragged 128", VALUES, PRODUCER, "panel * kPanelColumns,",
           "0,"),
     plant("heads of V as K has them", "broadcast V", VALUES, PRODUCER,
@@ -290,17 +348,17 @@ MUTANTS = (
     plant("boxes of a whole tile for pages", "pages of 16", (*VALUES, *NAN), MAPS,
           "Config::kPaged ? greatest_divisor", "false ? greatest_divisor", host=True),
     plant("boxes of a tile over each other", "pages of 16", RACE, PRODUCER,
-          "panel * Layout::kPanelBytes + first * kPanelRowBytes", "panel * Layout::kPanelBytes"),
+          "panel * Layout::kPanelBytes + first * kRowBytes", "panel * Layout::kPanelBytes"),
     plant("boxes behind the last page", "pages of 16", (*BOUNDS, *VALUES, *NAN), PRODUCER,
           "at = at < place_.last_box ? at : place_.last_box;", ""),
     plant("the next request's rows are not cleared", "ragged", NAN, PRODUCER,
           "place_.first_row + tile.end < a_.kv_rows", "false"),
     plant("unwritten slots are not cleared", "pages of 16", NAN, PRODUCER,
           "Config::kPaged || place_", "place_"),
-    plant("one row is not cleared", "ragged", NAN, PRODUCER, "int i = first * kChunks",
+    plant("one row is not cleared", "ragged", NAN, CHANGES, "int i = first * kChunks",
           "int i = (first + 1) * kChunks"),
-    plant("rows of one panel are cleared", "ragged 128", NAN, PRODUCER,
-          "kChunks = VLayout::kPanels * 8", "kChunks = 8"),
+    plant("rows of one panel are cleared", "ragged 128", NAN, CHANGES,
+          "kChunks = Layout::kPanels * 8", "kChunks = 8"),
     # The end
     plant("the block ends before a copy", "causal", EXIT, PRODUCER, SENT, SENT + COPY_TO_NOBODY),
     plant("more registers than there are", "causal", STUCK, SOURCE, "kConsumerRegisters = 224",

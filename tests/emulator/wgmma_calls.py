@@ -18,11 +18,12 @@ import flashattn_jit as fa
 from flashattn_jit.ops.arguments.calls import KEPT_SIZE, Recent
 from flashattn_jit.ops.device import cuda
 from flashattn_jit.ops.launching import launches
-from flashattn_jit.variants.reference import attention_reference
-from tests.batch.batches import Batch
+from flashattn_jit.variants.reference import attention_reference, varlen_reference
+from tests.batch.batches import Batch, indptr
 from tests.batch.oracle import Math, check
 from tests.batch.runs import engine
-from tests.ops.cases import EPS, assert_close, inputs
+from tests.ops.cases import EPS, assert_close, inputs, normal
+from tests.ops.quantised.storage import rows_of
 from tests.registry.case import Shape
 
 TARGET = "emulated:sm_90"
@@ -102,6 +103,98 @@ def ragged(
     )
 
 
+Format = fa.kv.Format | None
+INT8, E4M3, INT4 = fa.kv.Format("int8"), fa.kv.Format("e4m3"), fa.kv.Format("int4", group=32)
+
+
+def poison(stored: Any, at: Tensor) -> None:
+    """Makes these slots of [slots, ...] NaN: codes that are NaN in e4m3, and their numbers."""
+    if isinstance(stored, Tensor):
+        stored[at] = torch.nan
+        return
+    stored.codes.view(torch.uint8)[at] = 0x7F
+    for numbers in (stored.scales, stored.zeros):
+        if numbers is not None and numbers.shape[0] == stored.codes.shape[0]:
+            numbers[at] = torch.nan
+
+
+def stored(
+    q_len: Sequence[int], kv_len: Sequence[int], formats: tuple[Format, Format],
+    what: Any = CAUSAL, heads: tuple[int, int] = (4, 2), dim: int = 64, *, dim_v: int = 0,
+    page_size: int = 0, dtype: torch.dtype = BF16, workers: int = WORKERS, params: Any = None,
+) -> Made:  # fmt: skip
+    """`fa.BatchAttention` over keys and values in these formats, None: in dtype.
+
+    Rows are packed, or in pages in any order. Keys of requests without rows, slots without a key
+    and pages of no request are NaN.
+    """
+    variant = what.variant(heads[0]) if isinstance(what, Math) else what
+    size, total = max(page_size, 1), sum(kv_len)
+    pages = [-(-n // size) for n in kv_len]
+    order = torch.randperm(sum(pages) + 2 * bool(page_size), generator=torch.manual_seed(1))
+    used = order[: sum(pages)] if page_size else torch.arange(total)
+    own = [
+        (p[:, None] * size + torch.arange(size)).flatten()[:n]
+        for p, n in zip(used.split(pages), kv_len, strict=True)
+    ]
+    slots = torch.cat(own)
+    read = torch.cat([at for at, n in zip(own, q_len, strict=True) if n])
+    unread = torch.ones(len(order) * size, dtype=torch.bool)
+    unread[read] = False
+    sides: list[Any] = []
+    for i, (kv_format, d) in enumerate(zip(formats, (dim, dim_v or dim), strict=True)):
+        rows = normal(i, len(order) * size, heads[1], d)
+        side = kv_format.quantize(rows) if kv_format else rows.to(dtype)
+        poison(side, unread)
+        sides.append(side)
+    q = normal(2, sum(q_len), heads[0], dim).to(dtype)
+    if page_size:
+        last = torch.tensor([(n - 1) % size + 1 if n else 0 for n in kv_len])
+        storage: Any = fa.Paged(indptr(pages), used.int(), last, size)
+        run_on = [in_pages(side, size) for side in sides]
+        packed = [
+            x.flatten(0, 1)[slots] if isinstance(x, Tensor) else rows_of(x, slots) for x in run_on
+        ]
+    else:
+        storage, run_on, packed = fa.Ragged(indptr(kv_len)), sides, sides
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "EMULATED_SLOTS", workers)
+        made = fa.BatchAttention(
+            variant, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=dim,
+            head_dim_v=dim_v or dim, q_dtype=dtype, kv_format=formats if any(formats) else None,
+            target=TARGET,
+        )  # fmt: skip
+        made.plan(indptr(q_len), storage)
+
+    def holds(results: Results) -> None:
+        exact, eager = (
+            varlen_reference(
+                q, *packed, indptr(q_len), indptr(kv_len), variant, params=params, dtype=t
+            )
+            for t in (torch.float64, dtype)
+        )
+        assert_close(results[0], exact[0], eager[0])
+        assert exact[1] is not None
+        tolerance = 16 * EPS[dtype]  # of scores of rows that were rounded
+        torch.testing.assert_close(results[1].double(), exact[1], rtol=tolerance, atol=tolerance)
+
+    return Made(lambda: made.run(q, *run_on, return_lse=True, **(params or {})), holds)
+
+
+def in_pages(x: Any, size: int) -> Any:
+    """Rows [slots, heads, ...] as pages [pages, size, heads, ...]."""
+    if isinstance(x, Tensor):
+        return x.unflatten(0, (-1, size))
+    scales, zeros = (
+        n if n is None or n.shape[0] != x.codes.shape[0] else n.unflatten(0, (-1, size))
+        for n in (x.scales, x.zeros)
+    )
+    return fa.kv.Stored(
+        x.codes.unflatten(0, (-1, size)), scales, zeros, x.codebook, group=x.group,
+        rotated=x.rotated,
+    )  # fmt: skip
+
+
 class ScaledQueries(fa.Variant):
     """A hook that changes queries."""
 
@@ -109,6 +202,13 @@ class ScaledQueries(fa.Variant):
 
     def query_mod(self, q, b, h, q_idx):
         return q * self.gain[h]
+
+
+class ScaledValues(fa.Variant):
+    """A hook that changes values, by their positions and channels."""
+
+    def value_mod(self, row, b, kv_h, kv_idx):
+        return row * (1.0 + kv_idx * 0.001) + 0.5 * row.flip(0)
 
 
 class SomeRequests(fa.Variant):
@@ -178,6 +278,26 @@ CALLS: dict[str, Callable[[], Made]] = {
     "ragged full": lambda: ragged(**REQUESTS, what=Math()),
     "ragged 128": lambda: ragged((70, 0, 40, 9), (600, 43, 0, 430), dim=128),
     **{f"pages of {n}": lambda n=n: ragged(**REQUESTS, page_size=n) for n in PAGES},
+    "codes": lambda: stored(**REQUESTS, formats=(INT8, INT8)),
+    "codes 128": lambda: stored((70, 0, 40, 9), (300, 43, 0, 230), (E4M3, INT4), dim=128),
+    "codes of floats": lambda: stored(**REQUESTS, formats=(E4M3, E4M3)),
+    "codes of keys": lambda: stored(**REQUESTS, formats=(INT8, None)),
+    "codes of values": lambda: stored(**REQUESTS, formats=(None, INT4), what=Math()),
+    "codes in pages": lambda: stored(**REQUESTS, formats=(INT4, E4M3), page_size=16),
+    "codes of no keys": lambda: stored((70, 9, 40), (0, 0, 0), (INT8, INT8)),
+    "rope": lambda: stored(**REQUESTS, formats=(None, None), what=Math(causal=True, rope=True)),
+    "rope, codes of values": lambda: stored(
+        **REQUESTS, formats=(None, INT4), what=Math(causal=True, rope=True), page_size=64
+    ),
+    "value_mod": lambda: stored(**REQUESTS, formats=(None, None), what=ScaledValues()),
+    "value_mod, codes of keys": lambda: stored(
+        **REQUESTS, formats=(INT8, None), what=ScaledValues(), page_size=8
+    ),
+    "key_mod and value_mod": lambda: stored(
+        **REQUESTS, formats=(None, None), what=fa.RoPE(max_position=1024) & ScaledValues()
+    ),
+    "value_mod of no keys": lambda: stored((70, 9), (0, 0), (None, None), ScaledValues()),
+    "codes 256": lambda: stored((70, 9), (150, 90), (INT8, INT8), dim=256),
     "pages 128": lambda: ragged((70, 0, 40, 9), (600, 43, 0, 430), dim=128, page_size=16),
     "pages heads first": lambda: ragged(**REQUESTS, page_size=16, layout="heads first"),
     "pages mixed": lambda: ragged(**REQUESTS, page_size=32, layout="mixed", dim_v=128),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,9 +14,11 @@ from flashattn_jit.errors import InputError
 from flashattn_jit.inspect.machine_code.disassembly import Instruction, nvdisasm, parse
 from flashattn_jit.inspect.machine_code.multiprocessor import multiprocessor
 from flashattn_jit.inspect.machine_code.prediction import makespan
-from flashattn_jit.inspect.machine_code.simulation import Ring, Turn, simulate
+from flashattn_jit.inspect.machine_code.rows import with_rows
+from flashattn_jit.inspect.machine_code.simulation import Changers, Ring, Turn, simulate
 from flashattn_jit.jit.compilation.loops import loops, once
 from flashattn_jit.planner.devices import named_hardware
+from tests.cuda.kernels import coded_spec
 from tests.harness.toolkit import needs_nvcc
 
 H100 = multiprocessor(named_hardware("H100"))
@@ -314,6 +317,39 @@ def test_products_wait_for_their_tiles():
     assert late.cycles > tile / H100.l2_bytes + H100.tma_latency
     # Code that frees another number of tiles than it takes has them.
     assert simulate(body[:-1], H100, 1, 8, Ring(4, tile)).stalls.get("tiles", 0) == 0
+
+
+def test_products_wait_for_rows_that_are_changed():
+    products = [op("WARPGROUP.ARRIVE"), product(128, last=True), wait_for_products(0)]
+    body = [*products, op("SYNCS.ARRIVE.TRANS64.A1T0")] * 2  # of K, of V
+
+    def cycles(
+        instructions: int, keys: bool, values: bool, coded: bool = True, buffers: int = 4
+    ) -> float:
+        change = [*[op("FADD", stall=4)] * instructions, op("FENCE.VIEW.ASYNC.S")]
+        changers = Changers(tuple(change * (keys + values)), keys, values, coded)
+        return simulate(body, H100, 1, 8, Ring(buffers, 64, changers)).cycles
+
+    plain = simulate(body, H100, 1, 8, Ring(4, 64)).cycles
+    assert cycles(1, True, True) < 1.3 * plain
+    for both in (False, True):  # a turn of the loop changes one tile, or two
+        assert cycles(1000, True, both) == pytest.approx(4000 * (1 + both), rel=0.05)
+        assert cycles(1000, both, True) == pytest.approx(4000 * (1 + both), rel=0.05)
+    # Rows that are no codes are copied over those that were multiplied.
+    late = cycles(50, True, True, coded=False, buffers=2)
+    assert late > cycles(50, True, True, buffers=2) + H100.tma_latency / 2
+
+
+def test_loops_over_rows_are_repeated():
+    """A hook stores 4 values of a row of 128 in a lane; of 64 rows a warp of four has 16."""
+    row = [op("LDS.U16"), *[op("STS.U16")] * 4, op("BRA", target=1, predicate="@P0")]
+    code = [op("NOP"), *row, op("HMMA.16816"), op("BRA", target=0, predicate="@P0"), op("EXIT")]
+    spec = coded_spec((None, None), (128, 128), fa.RoPE())
+    assert spec.tile_kv == 64
+    (plain,) = loops(code)
+    (found,) = loops(code, partial(with_rows, spec=spec, warps=4))
+    assert sum(i.name == "STS" for i in plain.common) == 4
+    assert sum(i.name == "STS" for i in found.common) == 64
 
 
 def test_a_simulation_repeats():

@@ -16,6 +16,7 @@ from flashattn_jit.codegen.budget import (
     register_budget,
     resident_by_shared,
     shared_bytes,
+    warpgroup_registers,
 )
 from flashattn_jit.codegen.targets import (
     CUDA_TARGETS,
@@ -181,7 +182,9 @@ CHANGED = VariantIR((), cpp=(("key_mod", "return;"),))
         (PLAIN, (128, 128), ("paged", "mixed_rows"), True, "mixed_rows"),
         (PLAIN, (56, 128), (), True, "below 64"),
         (PLAIN, (128, 100), (), True, "not a multiple of 8"),
-        (CHANGED, (128, 128), (), True, "key_mod"),
+        (CHANGED, (128, 128), (), True, ""),
+        (CHANGED, (128, 256), (), True, ""),
+        (CHANGED, (128, 128), ("sparse",), True, "sparse"),
     ],
 )
 def test_what_is_not_computed_by_wgmma_says_why(variant, head_dims, features, tma, reason):
@@ -190,3 +193,25 @@ def test_what_is_not_computed_by_wgmma_says_why(variant, head_dims, features, tm
     assert reason in against_wgmma(spec, tma) and bool(against_wgmma(spec, tma)) == bool(reason)
     few = choose_rows(variant, head_dims, ("float16",) * 3, "sm_90", 16, features)
     assert few.tile_kind == "few_row"
+
+
+@pytest.mark.parametrize("dtypes", [("float16",) * 3, ("float16", "int8", "bits4x2")])
+@pytest.mark.parametrize("rows", [40, 500])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_tiles_whose_rows_are_changed_have_a_warpgroup_for_it(dtypes, rows, head_dim):
+    dims = (head_dim,) * 2
+    changed = CHANGED if dtypes[1] == "float16" else PLAIN  # a hook, or codes
+    spec = choose_rows(changed, dims, dtypes, "sm_90", rows)
+    groups = 1 if head_dim == 256 else 2
+    if rows == 40 and groups == 2:
+        assert spec.tile_kind == "prefill"
+        options = candidates(problem(rows, *dims, dtype="float16"), "sm_90", CHANGED)
+        (why,) = (c.reason for c in options if c.chosen)
+        assert "not wgmma: with codes, key_mod or value_mod it has no tiles of 64 rows" in why
+        return
+    assert (spec.tile_kind, spec.tile_q) == ("prefill_wgmma", 64 * groups)
+    assert spec.num_warps == 4 * (groups + 2) and spec.tile_kv == (128 if head_dim == 64 else 64)
+    producer, consumers, changers = warpgroup_registers(spec)
+    launched = register_budget(spec)
+    assert producer + groups * consumers + (changers or launched) <= (groups + 2) * launched
+    assert spare_registers(spec) >= 30

@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
+from ...codegen.spec import KernelSpec
 from ...jit.compilation.loops import PRODUCTS, Loop, count, loops, once
 from .disassembly import Instruction
 from .multiprocessor import Multiprocessor, flops_of
+from .rows import with_rows
 from .simulation import Ring, Turn, simulate
 
 _BLOCK_START = 1500
@@ -37,7 +39,8 @@ class KernelModel:
 
     warps: those of a block that multiply. ring: where the tiles of wgmma come from. item_start: of
     blocks that stay and process one item after another, the clocks of an item's start that nothing
-    hides; None if each block has one item.
+    hides; None if each block has one item. rows: of kernels whose warps change rows before they
+    multiply, what has them (`with_rows`).
     """
 
     code: tuple[Instruction, ...]
@@ -46,6 +49,7 @@ class KernelModel:
     warps: int
     ring: Ring | None = None
     item_start: int | None = None
+    rows: KernelSpec | None = None
 
     @property
     def clock_hz(self) -> float:
@@ -56,9 +60,11 @@ class KernelModel:
     @cached_property
     def costs(self) -> tuple[LoopCost, ...]:
         """The loops with matrix instructions, in order of address, with their simulated turns."""
-        return tuple(
-            LoopCost(x, self._turn(x.common), self._turn(x.longest)) for x in loops(self.code)
-        )
+        turn = None
+        if self.rows is not None:
+            turn = partial(with_rows, spec=self.rows, warps=self.warps)
+        found = loops(self.code, turn)
+        return tuple(LoopCost(x, self._turn(x.common), self._turn(x.longest)) for x in found)
 
     @cached_property
     def full(self) -> LoopCost:
@@ -108,7 +114,8 @@ class KernelModel:
         return self._turn(self.full.loop.common, 1).cycles
 
     def _turn(self, body: tuple[Instruction, ...], blocks: int = 0) -> Turn:
-        return simulate(body, self.machine, blocks or self.blocks, self.warps, self.ring)
+        changes = self.rows is not None or (self.ring is not None and bool(self.ring.changers))
+        return simulate(body, self.machine, blocks or self.blocks, self.warps, self.ring, changes)
 
 
 def makespan(turns: Iterable[float], slots: int, num_sms: int, full: float, alone: float) -> float:

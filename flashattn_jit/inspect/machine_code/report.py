@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...codegen.budget import ctas_per_sm, warpgroup_registers
-from ...codegen.spec import KernelSpec
+from ...codegen.budget import changes_rows, ctas_per_sm, warpgroup_registers
+from ...codegen.spec import KernelSpec, stored_bytes
 from ...codegen.targets import architecture
 from ...errors import InputError
 from ...jit.cache.entry import ARTIFACT
@@ -18,6 +18,7 @@ from ..table import si, table
 from .disassembly import Instruction, disassemble
 from .multiprocessor import Multiprocessor, multiprocessor
 from .prediction import QUERY_START, KernelModel, LoopCost
+from .rows import changers_of
 from .simulation import Ring
 
 ATTENTION = "fajit_attention_kernel"
@@ -98,10 +99,11 @@ class MachineCode:
 
     def _divided(self) -> str:
         """How warpgroups with roles divide the registers, after the launch."""
-        produces, consumes = warpgroup_registers(self.spec) if self._wgmma else (0, 0)
+        produces, consumes, changes = warpgroup_registers(self.spec) if self._wgmma else (0, 0, 0)
         if not consumes:
             return ""
-        return f" at the launch, then {consumes} of a consumer and {produces} of the producer"
+        also = f", {changes} of a changer" if changes else ""
+        return f" at the launch, then {consumes} of a consumer{also} and {produces} of the producer"
 
     @property
     def _wgmma(self) -> bool:
@@ -113,8 +115,8 @@ class MachineCode:
         if not self._wgmma:
             return f"{blocks} blocks of {warps} warps {where}"
         number = "1 block" if blocks == 1 else f"{blocks} blocks"
-        loading = self.spec.num_warps - warps
-        return f"{number} {where}: {warps} warps multiply, in groups of 4, and {loading} load"
+        also = ", 4 load and 4 change rows" if changes_rows(self.spec) else ", and 4 load"
+        return f"{number} {where}: {warps} warps multiply, in groups of 4{also}"
 
     def _name(self, n: int) -> str:
         """Of a loop. Kernels of wgmma have one for full tiles and one for partial ones."""
@@ -134,8 +136,10 @@ def kernel_model(
 ) -> KernelModel:
     """The model of an attention kernel of this project, with its tile."""
     if spec.tile_kind != "prefill_wgmma":
-        return KernelModel(code, machine, ctas_per_sm(spec), spec.num_warps)
-    ring = Ring(2 * spec.num_stages, spec.tile_kv * (spec.head_dim + spec.head_dim_v))
+        changed = spec if changes_rows(spec) and spec.tile_kind == "prefill" else None
+        return KernelModel(code, machine, ctas_per_sm(spec), spec.num_warps, rows=changed)
+    rows = stored_bytes(spec.head_dim, spec.k_dtype) + stored_bytes(spec.head_dim_v, spec.v_dtype)
+    ring = Ring(2 * spec.num_stages, spec.tile_kv * rows / 2, changers_of(spec, code))
     return KernelModel(code, machine, ctas_per_sm(spec), spec.tile_q // 16, ring, QUERY_START)
 
 

@@ -8,7 +8,8 @@ instruction cache, register banks, bank conflicts, misses of the L2, and power.
 Products of warpgroups (wgmma) are queued as they are issued, and a scheduler's tensor core computes
 its warps' part of them one after another; a warp waits for them at WARPGROUP.DEPBAR alone. Of the
 warpgroup that produces, the copies by TMA are simulated (`Ring`) and the instructions are not: they
-are few. Where warpgroups take turns by named barriers, each passes the turn to the next one.
+are few. Warps that change rows run beside those that multiply (`Changers`). Where warpgroups take
+turns by named barriers, each passes the turn to the next one.
 """
 
 from __future__ import annotations
@@ -72,16 +73,41 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Changers:
+    """Four warps of a block that change rows of K or V between their copy and the products.
+
+    body: what one warp executes for a tile of K and one of V, each of which ends with a fence
+    (FENCE). keys, values: which of the two are changed. coded: whether their copies land in buffers
+    of their own, so that a free buffer may be written at once.
+    """
+
+    body: tuple[Instruction, ...]
+    keys: bool
+    values: bool
+    coded: bool
+
+    def changes(self, tile: int) -> bool:
+        """Whether they change the n-th tile of a ring, in which K and V alternate."""
+        return self.values if tile % 2 else self.keys
+
+    def following(self, tile: int) -> int:
+        """The tile that they change after this one."""
+        return tile + (1 if self.keys and self.values else 2)
+
+
+@dataclass(frozen=True, slots=True)
 class Ring:
     """The buffers of a block that a producer fills by TMA, one tile of K or of V each.
 
     Products that begin (WARPGROUP.ARRIVE) wait for the next tile, and the oldest one is free when
     every warp has arrived on a barrier in shared memory (SYNCS.ARRIVE). buffers: of K and V
-    together. bytes: of a tile, as the L2 delivers them to one multiprocessor.
+    together. bytes: of a tile, as the L2 delivers them to one multiprocessor. changers: the warps
+    that change tiles before they are multiplied, if any.
     """
 
     buffers: int
     bytes: float
+    changers: Changers | None = None
 
 
 @dataclass(slots=True)
@@ -106,16 +132,20 @@ class _Op:
     passes_turn: bool
     takes_tile: bool
     frees_tile: bool
+    begins_change: bool = False
+    ends_change: bool = False
 
 
 @dataclass(slots=True)
 class _Warp:
-    """A warp: its next instruction and when it may issue. Of each scoreboard: when it is down, what
-    it waits for, when its groups of copies arrive. copied: when the copies so far arrive. taken,
-    freed: tiles of the ring."""
+    """A warp: its instructions, the next one and when it may issue. Of each scoreboard: when it is
+    down, what it waits for, when its groups of copies arrive. copied: when the copies so far
+    arrive. taken, freed: tiles of the ring; of a warp that changes them, `taken` is the next."""
 
     block: int
     index: int  # in its block
+    body: list[_Op]
+    changes: bool = False
     at: int = 0
     ready: float = 0.0
     down: list[float] = field(default_factory=lambda: [0.0] * 6)
@@ -135,6 +165,7 @@ def simulate(
     blocks: int,
     warps: int,
     ring: Ring | None = None,
+    reads_tables: bool = False,
 ) -> Turn:
     """Repeat `body` on every warp of `blocks` thread blocks of `warps` warps.
 
@@ -142,12 +173,13 @@ def simulate(
     go first; of several, that of the warp with the fewest turns, then of the one that issued last.
 
     ring: where the tiles of wgmma come from; without it, and in code that does not free as many
-    tiles as it takes, they are there.
+    tiles as it takes, they are there. reads_tables: loads from global memory are of tables that
+    hooks read for each row, from the L2; else they are in the L1.
 
     Raises:
         InputError: no warp can go on.
     """
-    return _Simulation(body, machine, blocks, warps, ring).run()
+    return _Simulation(body, machine, blocks, warps, ring, reads_tables).run()
 
 
 class _Simulation:
@@ -158,24 +190,39 @@ class _Simulation:
         blocks: int,
         warps: int,
         ring: Ring | None,
+        reads_tables: bool,
     ) -> None:
+        self._reads_tables = reads_tables
         self._body = [_op(i, machine) for i in body]
         self._source = body
         takes = any(o.takes_turn for o in self._body)
         if not takes or not any(o.passes_turn for o in self._body):
             for o in self._body:
                 o.takes_turn = o.passes_turn = False
+        changers = None
         tiles = sum(o.takes_tile for o in self._body)
         self._queued = any(o.columns for o in self._body)
         self._ring = ring if tiles == sum(o.frees_tile for o in self._body) else None
         self._filled: dict[tuple[int, int], float] = {}  # when a block's n-th tile has arrived
+        self._landed: dict[tuple[int, int], float] = {}  # the same of one that is changed first
         self._freed: dict[tuple[int, int], int] = defaultdict(int)  # by how many warps
+        self._changed: dict[tuple[int, int], int] = defaultdict(int)
         if self._ring:
-            self._filled = {(b, n): 0.0 for b in range(blocks) for n in range(self._ring.buffers)}
+            changers = self._ring.changers
+            for tile in ((b, n) for b in range(blocks) for n in range(self._ring.buffers)):
+                first = self._landed if changers and changers.changes(tile[1]) else self._filled
+                first[tile] = 0.0
         self._machine = machine
         self._warps_of_block = warps
         apart = max(1.0, sum(o.stall for o in self._body) / blocks)
-        self._warps = [_Warp(b, i, ready=b * apart) for b in range(blocks) for i in range(warps)]
+        more = _changes(changers, machine) if changers else []
+        self._warps = [
+            _Warp(b, i, more if i >= warps else self._body, i >= warps, ready=b * apart)
+            for b in range(blocks)
+            for i in range(warps + (SCHEDULERS if more else 0))
+        ]
+        for warp in self._warps:
+            warp.taken = int(warp.changes and changers is not None and not changers.keys)
         self._of = [self._warps[s::SCHEDULERS] for s in range(SCHEDULERS)]
         for warp in self._warps:
             if warp.index < SCHEDULERS:
@@ -197,7 +244,8 @@ class _Simulation:
         self._stalls.clear()
         clocks = self._run_until(_WARM_UP + _MEASURED, begin) - begin
         shares = {p: n / clocks for p, n in self._busy.items()}
-        waiting = {c: n / clocks / len(self._warps) for c, n in self._stalls.items()}
+        waits = sum(not w.changes for w in self._warps)
+        waiting = {c: n / clocks / waits for c, n in self._stalls.items()}
         return Turn(clocks / _MEASURED, shares, waiting)
 
     def _run_until(self, turns: int, time: float) -> float:
@@ -219,7 +267,7 @@ class _Simulation:
                 heapq.heappush(heap, (time, s))
                 continue
             released = self._issue(s, warp, time, cause)
-            if warp.at == len(self._body):
+            if warp.at == len(warp.body):
                 warp.at = 0
                 warp.turns += 1
                 left -= warp.turns == turns
@@ -231,16 +279,17 @@ class _Simulation:
         return time
 
     def _why_none_goes_on(self) -> str:
-        at = (self._source[w.at - 1 if w.parked else w.at] for w in self._warps)
+        multiply = [w for w in self._warps if not w.changes]
+        at = (self._source[w.at - 1 if w.parked else w.at] for w in multiply)
         where = sorted({f"{i.opcode} {i.operands}".strip() for i in at})
-        return f"all its {len(self._warps)} warps wait for others, at {', '.join(where)}"
+        return f"all its {len(multiply)} warps wait for others, at {', '.join(where)}"
 
     def _choose(self, s: int) -> tuple[float, _Warp, str] | None:
         """When the scheduler issues next, of which warp, and what that warp waited for."""
         best: tuple[float, int, bool, _Warp, str] | None = None
         floor = self._issued[s] + 1
         for warp in self._of[s]:
-            op = self._body[warp.at]
+            op = warp.body[warp.at]
             if warp.parked or op.takes_turn and not warp.turns_given:
                 continue
             time, cause = warp.ready, "fixed latency"
@@ -250,6 +299,11 @@ class _Simulation:
                     continue
                 if filled > time:
                     time, cause = filled, "tiles"
+            if op.begins_change:
+                landed = self._landed.get((warp.block, warp.taken))
+                if landed is None:
+                    continue
+                time = max(time, landed)
             if op.takes_turn and warp.turns_given[0] > time:
                 time, cause = warp.turns_given[0], "turn"
             for board in op.waits:
@@ -290,11 +344,12 @@ class _Simulation:
 
     def _issue(self, s: int, warp: _Warp, time: float, cause: str) -> bool:
         """Issue the warp's instruction. True if it let other warps go on."""
-        op, m = self._body[warp.at], self._machine
-        if time > warp.ready:
-            self._stalls[cause] += time - warp.ready
-        self._stalls["fixed latency"] += max(0, op.stall - 1)
-        self._stalls["issue"] += 1
+        op, m = warp.body[warp.at], self._machine
+        if not warp.changes:
+            if time > warp.ready:
+                self._stalls[cause] += time - warp.ready
+            self._stalls["fixed latency"] += max(0, op.stall - 1)
+            self._stalls["issue"] += 1
         self._issued[s], self._last[s] = time, warp
         self._busy["issue"] += 1 / SCHEDULERS
         warp.ready = time + max(1, op.stall)
@@ -321,12 +376,14 @@ class _Simulation:
                     warp.groups[_PRODUCTS] = [*warp.groups[_PRODUCTS][-8:], done]
             case "WARPGROUP" if op.takes_tile:
                 warp.taken += 1
+            case "FENCE" if op.ends_change and self._ring and self._ring.changers:
+                return self._hand_on(self._ring.changers, warp, time)
             case "SYNCS" if op.frees_tile and self._ring:
                 return self._free_tile(self._ring, warp, time)
             case "BAR" if op.takes_turn:
                 warp.turns_given.pop(0)
             case "BAR" if op.passes_turn:
-                peers = [w for w in self._of[s] if w.block == warp.block]
+                peers = [w for w in self._of[s] if w.block == warp.block and not w.changes]
                 following = peers[(peers.index(warp) + 1) % len(peers)]
                 following.turns_given.append(time + m.barrier)
                 return True
@@ -359,7 +416,23 @@ class _Simulation:
         self._l2 = max(self._l2, time) + moved
         self._busy["l2"] += moved
         self._busy["shared"] += ring.bytes / SHARED_BYTES
-        self._filled[warp.block, tile[1] + ring.buffers] = self._l2 + self._machine.tma_latency
+        there = (warp.block, tile[1] + ring.buffers)
+        arrives = self._l2 + self._machine.tma_latency
+        if ring.changers and ring.changers.changes(there[1]):
+            self._landed[there] = time if ring.changers.coded else arrives
+        else:
+            self._filled[there] = arrives
+        return True
+
+    def _hand_on(self, changers: Changers, warp: _Warp, time: float) -> bool:
+        """A warp has changed its rows of a tile; the last one hands the tile on."""
+        tile = (warp.block, warp.taken)
+        warp.taken = changers.following(warp.taken)
+        self._changed[tile] += 1
+        if self._changed[tile] != SCHEDULERS:
+            return False
+        del self._changed[tile], self._landed[tile]
+        self._filled[tile] = time + self._machine.barrier
         return True
 
     def _execute(self, s: int, op: _Op, time: float) -> float:
@@ -393,6 +466,8 @@ class _Simulation:
                 self._lsu = start + op.words
                 self._busy["lsu"] += op.words
                 self._queue[s] = [*self._queue[s][1 - _QUEUE :], start]
+                if op.name == "LDG" and self._reads_tables:
+                    return start + op.words + m.copy_latency
                 if pipe == "lsu":
                     return start + op.words + m.shared_latency
                 moved = 128 * op.words / m.l2_bytes
@@ -417,6 +492,21 @@ class _Simulation:
             other.ready = max(other.ready, release)
         here.clear()
         return True
+
+
+def _changes(changers: Changers, machine: Multiprocessor) -> list[_Op]:
+    """The instructions of a warp that changes rows."""
+    ops = [_op(i, machine) for i in changers.body]
+    begins = True
+    for op in ops:
+        op.takes_tile = op.frees_tile = op.takes_turn = op.passes_turn = False
+        op.begins_change, op.ends_change = begins, op.name == "FENCE"
+        begins = op.ends_change
+    # What follows the last fence belongs to the next turn.
+    last = max(n for n, op in enumerate(ops) if op.ends_change)
+    for op in ops[last + 1 :]:
+        op.begins_change = False
+    return ops
 
 
 _REGISTERS = frozenset(("fma", "heavy", "alu", "mufu", "lsu"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -68,14 +68,21 @@ def count(code: Iterable[Operation], *names: str) -> int:
     return sum(i.name in names for i in code)
 
 
-def loops(code: Sequence[Op]) -> list[Loop[Op]]:
-    """The innermost loops of a kernel that have matrix instructions, in order of address."""
-    graph = _Graph(code)
+def loops(
+    code: Sequence[Op],
+    turn: Callable[[Flow[Op], int, frozenset[int], int], tuple[Op, ...]] | None = None,
+) -> list[Loop[Op]]:
+    """The innermost loops of a kernel that have matrix instructions, in order of address.
+
+    turn: in place of `Flow.way`, as a function.
+    """
+    graph = Flow(code)
     found = []
     for header, body in graph.loops():
         inner = any(h != header and h in body and graph.multiplies(b) for h, b in graph.loops())
         if not inner and graph.multiplies(body):
-            shortest, longest = (graph.way(header, body, sign) for sign in (-1, 1))
+            way = Flow.way if turn is None else turn
+            shortest, longest = (way(graph, header, body, sign) for sign in (-1, 1))
             spills = graph.spills_among_products(header, body)
             found.append(Loop(shortest, longest, spills))
     return found
@@ -88,7 +95,7 @@ def once(code: Sequence[Op], repeats: bool = False) -> tuple[Op, ...]:
     repeats: the block has a loop over its work, and the way is one turn of that: of the largest
     loop with matrix instructions.
     """
-    graph = _Graph(code)
+    graph = Flow(code)
     found = [x for x in graph.loops() if graph.multiplies(x[1])] if repeats else []
     header, body = max(found, key=lambda x: len(x[1]), default=(0, None))
     return graph.way(header, body, -1)
@@ -105,7 +112,7 @@ class _Block:
 _Score = tuple[int, int, int]
 
 
-class _Graph(Generic[Op]):
+class Flow(Generic[Op]):
     """The control flow of a kernel. Blocks are named by the index of their first instruction.
 
     A depth-first search from the entry puts the blocks in an order; what goes back in it closes a
@@ -172,6 +179,20 @@ class _Graph(Generic[Op]):
         The most matrix instructions, then the most copies; then, by the sign, the fewest or the
         most instructions.
         """
+        return tuple(i for s in self.blocks_of_way(header, body, sign) for i in self.part(s))
+
+    def part(self, start: int) -> tuple[Op, ...]:
+        """The instructions of a block."""
+        return tuple(self._code[start : self._blocks[start].end])
+
+    def blocks_of_way(
+        self,
+        header: int,
+        body: frozenset[int] | None,
+        sign: int,
+        copies: Mapping[int, int] | None = None,
+    ) -> tuple[int, ...]:
+        """The blocks of `way`. copies: of each block, if not its copies count."""
         best: dict[int, tuple[_Score, tuple[int, ...]]] = {}
         for start in reversed(self._place):
             if body is not None and start not in body:
@@ -183,11 +204,11 @@ class _Graph(Generic[Op]):
                 part = self._code[start : self._blocks[start].end]
                 score, path = max(ways)
                 products = score[0] + count(part, *PRODUCTS)
-                copies = score[1] + count(part, "LDGSTS")
-                best[start] = ((products, copies, score[2] + sign * len(part)), (start, *path))
+                copied = score[1] + (copies[start] if copies else count(part, "LDGSTS"))
+                best[start] = ((products, copied, score[2] + sign * len(part)), (start, *path))
         if header not in best:
             raise InputError("the machine code of a kernel has no way to its end")
-        return tuple(i for s in best[header][1] for i in self._code[s : self._blocks[s].end])
+        return best[header][1]
 
     def spills_among_products(self, header: int, body: frozenset[int]) -> int:
         """See `Loop`: of one turn, which begins at the header."""

@@ -42,7 +42,7 @@ def test_loops_issue_products_and_wait_for_them_where_they_should(
     kernel = kernel_of(name, head_dim, rows)
     code, spec = code_of(kernel), kernel.spec
     if spec.tile_kind != "prefill_wgmma":
-        pytest.skip(f"{name} takes a key_mod or spills: {spec.tile_kind}")
+        pytest.skip(f"{name} changes keys for few rows, or spills: {spec.tile_kind}")
     found = loops(code)
     assert not count(code, "HMMA", "LDSM")
     assert len(found) == 2, "full tiles and partial ones have a loop each"

@@ -328,33 +328,45 @@ struct NoNumbers {
 // by all lanes of a warp.
 template <class Layout, int HeadDim, int kRows, class Get, class Exact>
 FAJIT_DEV void widen(unsigned char* tile, int first_row, int count, Get get, Exact exact) {
-  constexpr int kChunks = Layout::kDim / 8, kStep = 32 / kChunks;
+  constexpr int kChunks = Layout::kDim / 8;
+  // Columns in parts whose chunks divide a warp.
+  constexpr int kWide = kChunks & -kChunks, kParts = kChunks / kWide, kStep = 32 / kWide;
   const int lane = ptx::lane_index();
   // Every step is the same number of rows further for all lanes, as in load_strided_rows. Some
   // steps are loaded before the first is stored, so that their latencies overlap.
-  if constexpr (HeadDim == Layout::kDim && 32 % kChunks == 0 && kRows % kStep == 0 && kStep <= 8) {
+  if constexpr (HeadDim == Layout::kDim && kChunks <= 32 && kRows % kStep == 0 &&
+                (kParts == 1 ? kStep <= 8 : Layout::kInParts)) {
     if (count >= kRows) {
       constexpr int kSteps = kRows / kStep, kBatch = kSteps % 4 == 0 ? 4 : kSteps % 2 == 0 ? 2 : 1;
-      const int r = lane / kChunks, chunk = lane % kChunks;
-      const uint32_t to =
-          compute_here(ptx::shared_address(tile) + Layout::offset(first_row + r, chunk));
+      const int r = lane / kWide, chunk = lane % kWide;
+      uint32_t to[kParts];
+#pragma unroll
+      for (int p = 0; p < kParts; ++p)
+        to[p] = compute_here(ptx::shared_address(tile) +
+                             Layout::offset(first_row + r, chunk + p * kWide));
       uint32_t special = 0;
 #pragma unroll
       for (int j = 0; j < kSteps; j += kBatch) {
-        uint32_t y[kBatch][4];
+        uint32_t y[kParts * kBatch][4];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) special |= get(y[i], r + (j + i) * kStep, chunk * 8);
+        for (int i = 0; i < kParts * kBatch; ++i)
+          special |= get(y[i], r + (j + i / kParts) * kStep, chunk * 8 + i % kParts * kWide * 8);
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-          ptx::store_words(Layout::down(to, (j + i) * kStep), y[i][0], y[i][1], y[i][2], y[i][3]);
+        for (int i = 0; i < kParts * kBatch; ++i)
+          ptx::store_words(Layout::down(to[i % kParts], (j + i / kParts) * kStep), y[i][0], y[i][1],
+                           y[i][2], y[i][3]);
       }
       if ((special & kSpecial) != 0) {
 #pragma unroll 1
         for (int j = r; j < kRows; j += kStep) {
-          uint32_t y[4];
-          exact(y, j, chunk * 8);
-          *reinterpret_cast<uint4*>(tile + Layout::offset(first_row + j, chunk)) =
-              uint4{y[0], y[1], y[2], y[3]};
+#pragma unroll 1
+          for (int part = 0; part < kParts; ++part) {
+            const int at = chunk + part * kWide;
+            uint32_t y[4];
+            exact(y, j, at * 8);
+            *reinterpret_cast<uint4*>(tile + Layout::offset(first_row + j, at)) =
+                uint4{y[0], y[1], y[2], y[3]};
+          }
         }
       }
       return;

@@ -24,6 +24,9 @@ template <int Dim>
 struct RowLayout {
   static_assert(Dim % 16 == 0, "rows are padded to whole k16 steps");
   static constexpr int kDim = Dim;
+  // Whether codes are widened in several parts of the columns. Warps that multiply have no
+  // registers for the addresses of them.
+  static constexpr bool kInParts = false;
   static constexpr int kChunks = Dim / 8;
   static constexpr int kMask = kChunks % 8 == 0 ? 7 : kChunks == 4 ? 3 : kChunks == 2 ? 1 : 0;
   static constexpr int kShift = kMask == 3 ? 1 : kMask == 1 ? 2 : 0;

@@ -2,6 +2,7 @@
 #pragma once
 #include <fajit/abi.h>
 #include <fajit/cuda/params.h>
+#include <fajit/cuda/tile/codes.h>
 #include <fajit/cuda/tile/panel_layout.h>
 
 namespace fajit::cuda {
@@ -23,21 +24,25 @@ bool has_maps(const fajit_args& a) {
   return !Config::kPaged || (a.page_size > 0 && a.page_size % 8 == 0);
 }
 
-template <class Config>
+// Of K or V: a box is a panel of 64 columns, or of codes whole rows as they are, whose bytes are
+// its columns.
+template <class Config, class Codes>
 fajit_tensor_map tensor_map(const fajit_args& a, const void* base, const int64_t (&stride)[3],
-                            int32_t columns) {
+                            int32_t head_dim) {
+  constexpr bool kCoded = Codes::kBits != 16;
+  const int32_t columns = kCoded ? bytes_of<Codes>(head_dim) : head_dim;
   fajit_tensor_map map{};
   map.magic = FAJIT_TENSOR_MAP_MAGIC;
   map.base = base;
   map.rank = 4;
-  map.element = Config::Element::kBfloat16 ? 9 : 6;
-  map.swizzle = 3;
+  map.element = kCoded ? 0 : Config::Element::kBfloat16 ? 9 : 6;
+  map.swizzle = kCoded ? 0 : 3;
   map.promotion = 3;
   const int32_t sizes[3] = {a.kv_rows, a.num_kv_heads, a.kv_requests};
   map.sizes[0] = static_cast<uint32_t>(columns);
-  map.box[0] = kPanelColumns;
+  map.box[0] = static_cast<uint16_t>(kCoded ? columns : kPanelColumns);
   for (int i = 0; i < 3; ++i) {
-    const int64_t bytes = 2 * stride[2 - i];
+    const int64_t bytes = (kCoded ? 1 : 2) * stride[2 - i];
     // A dim that is broadcast, or has one index, has no stride; a map's are not 0.
     const bool one = bytes == 0 || sizes[i] < 2;
     map.sizes[i + 1] = one ? 1 : static_cast<uint32_t>(sizes[i]);
@@ -51,8 +56,10 @@ fajit_tensor_map tensor_map(const fajit_args& a, const void* base, const int64_t
 // Fills what kernels know of the storage of K and V.
 template <class Config>
 void describe_keys(const fajit_args& a, MapParams<true>& params) {
-  params.maps = {tensor_map<Config>(a, a.k, a.k_stride, Config::kHeadDim),
-                 tensor_map<Config>(a, a.v, a.v_stride, Config::kHeadDimV)};
+  using Stored = CodesOf<Config>;
+  params.maps = {
+      tensor_map<Config, typename Stored::Keys>(a, a.k, a.k_stride, Config::kHeadDim),
+      tensor_map<Config, typename Stored::Values>(a, a.v, a.v_stride, Config::kHeadDimV)};
   params.box_rows = box_rows<Config>(a);
   params.num_boxes = Config::kTileKv / params.box_rows;
 }

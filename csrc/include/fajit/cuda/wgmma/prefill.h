@@ -3,6 +3,8 @@
 //
 //   producer      K0 . K1 V0 . K2 V1 . K3 V2 ...      by TMA, into rings of K and V; queries too
 //
+//   changers      K0 . V0 K1 . V1 K2 ...               of codes, key_mod and value_mod: changer.h
+//
 //   consumers     S = Q K^T and O += P V of 64 rows each, by wgmma, P in registers
 //
 //     group 0     QK1 PV0 | softmax 1 .......... | QK2 PV1 | softmax 2 .......... |
@@ -26,6 +28,7 @@
 #include <fajit/cuda/common/softmax.h>
 #include <fajit/cuda/common/state.h>
 #include <fajit/cuda/tile/store_rows.h>
+#include <fajit/cuda/wgmma/changer.h>
 #include <fajit/cuda/wgmma/producer.h>
 #include <fajit/cuda/wgmma/products.h>
 
@@ -121,6 +124,9 @@ class Consumer {
       ptx::read_after_wait(o);
       release(ring_.empty_values(turn_ - 1));
     } else {
+      // Changers hand on the values later than the keys.
+      if constexpr (Parts::ValueChanges::kAny)
+        ptx::wait(ring_.full_values(turn_), Parts::phase(turn_));
       release(ring_.empty_keys(turn_));
       release(ring_.empty_values(turn_));
       ++turn_;
@@ -298,18 +304,17 @@ class Consumer {
   uint32_t num_items_ = 0;  // before this one
 };
 
-// The kernel: warpgroups 0 .. kGroups - 1 consume, the last one produces.
+// The kernel: warpgroups 0 .. kGroups - 1 consume, the next one produces; one more changes rows.
 template <class Config, class Hooks, class Wgmma>
 class WgmmaPrefill {
   using Parts = Ring<Config, Hooks>;
   static_assert(Config::kTileQ == 64 || Config::kTileQ == 128, "one or two groups of consumers");
   static_assert(Config::kTileKv % 16 == 0 && Config::kStages >= 2);
-  static_assert(!Config::kMixedRows && !Config::kSparse && Config::kAligned && !Hooks::kKeyMod &&
-                    !Hooks::kValueMod,
+  static_assert(!Config::kMixedRows && !Config::kSparse && Config::kAligned,
                 "kernels of mma.sync have these");
 
  public:
-  static constexpr int kThreads = (Parts::kGroups + 1) * ptx::kGroupThreads;
+  static constexpr int kThreads = (Parts::kGroups + 1 + Parts::kChanges) * ptx::kGroupThreads;
   static constexpr int kSharedBytes = Parts::kBytes;
   static_assert(kThreads == Config::kWarps * 32);
 
@@ -323,6 +328,15 @@ class WgmmaPrefill {
         ptx::take_registers<Config::kConsumerRegisters>();
       Consumer<Config, Hooks, Wgmma>(params, ring).run();
       return;
+    }
+    if constexpr (Parts::kChanges) {
+      const int changer = warp - Parts::kConsumerWarps - ptx::kGroupWarps;
+      if (changer >= 0) {
+        if constexpr (Config::kChangerRegisters > 0)
+          ptx::give_registers<Config::kChangerRegisters>();
+        Changer<Config, Hooks>(params, ring, changer).run();
+        return;
+      }
     }
     if constexpr (Config::kProducerRegisters > 0) ptx::give_registers<Config::kProducerRegisters>();
     const int role = warp - Parts::kConsumerWarps;

@@ -40,7 +40,7 @@ class FoundRuns {
  private:
   FAJIT_DEV TileRecord next() {
     ptx::wait(ring_.full_run(num_runs_), Ring::run_phase(num_runs_));
-    const TileRecord run = ring_.template read_record<true>(num_runs_);
+    const TileRecord run = ring_.template read_record<Records::kRuns>(num_runs_);
     if (ptx::lane_index() == 0) ptx::arrive(ring_.empty_run(num_runs_));
     ++num_runs_;
     return run;
@@ -56,8 +56,9 @@ template <class Config, class Hooks>
 class Producer {
   using Parts = Ring<Config, Hooks>;
   using QLayout = typename Parts::QLayout;
-  using KLayout = typename Parts::KLayout;
   using VLayout = typename Parts::VLayout;
+  using Keys = typename Parts::KeyChanges;
+  using Values = typename Parts::ValueChanges;
   using Walk = typename Parts::Walk;
   static constexpr int kTileKv = Config::kTileKv;
 
@@ -92,12 +93,12 @@ class Producer {
           more = run.end - begin > kTileKv;
           const KvTile tile{begin, cut(begin, kTileKv, run.end), run.full};
           send_keys({tile, !more && last_run, false});
-          if (before.valid()) send_values(before, turn_ - 1);
+          if (before.valid()) send_values({before, false, false}, turn_ - 1);
           before = tile;
           ++turn_;
         }
       }
-      send_values(before, turn_ - 1);
+      send_values({before, true, false}, turn_ - 1);
     });
   }
 
@@ -115,8 +116,8 @@ class Producer {
         last = walk.found_begin() < 0;
         ptx::wait(ring_.empty_run(n), Parts::run_phase(n) ^ 1);
         if (ptx::lane_index() == 0) {
-          ring_.template write_record<true>(n,
-                                            {{run.begin, run.end, run.full}, last, !run.valid()});
+          ring_.template write_record<Records::kRuns>(
+              n, {{run.begin, run.end, run.full}, last, !run.valid()});
           ptx::arrive(ring_.full_run(n));
         }
         __syncwarp();
@@ -179,42 +180,59 @@ class Producer {
     return place;
   }
 
+  // Of rows that are changed, changers read the record, with the keys if these are changed too.
   FAJIT_DEV void send_keys(const TileRecord& record) const {
-    const uint32_t full = ring_.full_keys(turn_);
-    ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);
+    const uint32_t full = ring_.template copied<Keys>(turn_);
+    ptx::wait(ring_.template unused<Keys>(turn_), Parts::phase(turn_) ^ 1);
     if (ptx::lane_index() == 0) {
-      ring_.write_record(turn_, record);
-      ptx::arrive_for_copies(full, KLayout::kBytes);
+      ring_.template write_record<Keys::kAny ? Records::kLandings : Records::kTiles>(turn_, record);
+      ptx::arrive_for_copies(full, bytes_of<Keys>());
     }
     __syncwarp();
-    copy<KLayout>(ring_.keys(turn_), params_.maps.k, full, place_.first_row + record.tile.begin,
-                  place_.k_head, place_.k_request);
+    copy<Keys>(Keys::kCoded ? ring_.template codes<Keys>(turn_) : ring_.keys(turn_), params_.maps.k,
+               full, place_.first_row + record.tile.begin, place_.k_head, place_.k_request);
   }
 
-  FAJIT_DEV void send_values(const KvTile& tile, uint32_t turn) {
-    ptx::wait(ring_.empty_values(turn), Parts::phase(turn) ^ 1);
-    // Whether rows of the boxes are in the tensor, but no keys of the request.
-    const bool cuts = tile.end - tile.begin < kTileKv &&
+  FAJIT_DEV void send_values(const TileRecord& record, uint32_t turn) {
+    const KvTile& tile = record.tile;
+    ptx::wait(ring_.template unused<Values>(turn), Parts::phase(turn) ^ 1);
+    // Whether rows of the boxes are in the tensor, but no keys of the request. Changers clear those
+    // that they change.
+    const bool cuts = !Values::kAny && tile.end - tile.begin < kTileKv &&
                       (Config::kPaged || place_.first_row + tile.end < a_.kv_rows);
-    const uint32_t barrier = cuts ? ring_.landed() : ring_.full_values(turn);
-    if (ptx::lane_index() == 0) ptx::arrive_for_copies(barrier, VLayout::kBytes);
+    const uint32_t barrier = cuts ? ring_.landed() : ring_.template copied<Values>(turn);
+    if (ptx::lane_index() == 0) {
+      if constexpr (Values::kAny && !Keys::kAny)
+        ring_.template write_record<Records::kLandings>(turn, record);
+      ptx::arrive_for_copies(barrier, bytes_of<Values>());
+    }
     __syncwarp();
-    copy<VLayout>(ring_.values(turn), params_.maps.v, barrier, place_.first_row + tile.begin,
-                  place_.v_head, place_.v_request);
+    copy<Values>(Values::kCoded ? ring_.template codes<Values>(turn) : ring_.values(turn),
+                 params_.maps.v, barrier, place_.first_row + tile.begin, place_.v_head,
+                 place_.v_request);
     if (!cuts) return;
     ptx::wait(ring_.landed(), num_cut_++ & 1);
-    clear_rows(tile.end - tile.begin, turn);
+    clear_values(tile.end - tile.begin, turn);
     if (ptx::lane_index() == 0) ptx::arrive(ring_.full_values(turn));
   }
 
-  // Starts the copies of a tile's boxes. row: that of the tile's first key.
-  template <class Layout>
+  template <class Side>
+  static constexpr int bytes_of() {  // of a tile's boxes
+    return Side::kCoded ? Side::kLandingBytes : Side::Layout::kBytes;
+  }
+
+  // Starts the copies of a tile's boxes. row: that of the tile's first key. Rows of codes are whole
+  // in a box, one after the other.
+  template <class Side>
   FAJIT_DEV void copy(uint32_t to, const fajit_tensor_map& map, uint32_t barrier, int32_t row,
                       int32_t head, int32_t request) const {
+    using Layout = typename Side::Layout;
+    constexpr int kPanels = Side::kCoded ? 1 : Layout::kPanels;
+    constexpr int kRowBytes = Side::kCoded ? Side::kPitch : kPanelRowBytes;
     const int boxes = Config::kPaged ? params_.num_boxes : 1;
 #pragma unroll 1
-    for (int i = ptx::lane_index(); i < boxes * Layout::kPanels; i += 32) {
-      const int panel = i % Layout::kPanels, first = i / Layout::kPanels * rows_;
+    for (int i = ptx::lane_index(); i < boxes * kPanels; i += 32) {
+      const int panel = i % kPanels, first = i / kPanels * rows_;
       // Unsigned: the last tile may reach past the largest position.
       uint32_t at = static_cast<uint32_t>(row) + static_cast<uint32_t>(first);
       int32_t outer = request;
@@ -226,32 +244,31 @@ class Producer {
         outer = index >= 0 && index < a_.num_pages ? index : 0;
         at -= static_cast<uint32_t>(page * a_.page_size);
       }
-      ptx::copy_box(to + panel * Layout::kPanelBytes + first * kPanelRowBytes, &map, barrier,
+      ptx::copy_box(to + panel * Layout::kPanelBytes + first * kRowBytes, &map, barrier,
                     panel * kPanelColumns, static_cast<int32_t>(at), head, outer);
     }
   }
 
   // Writes zeros to the rows of V from `first` on.
-  FAJIT_DEV void clear_rows(int first, uint32_t turn) const {
+  FAJIT_DEV void clear_values(int first, uint32_t turn) const {
     unsigned char* const values =
         ring_.shared + Parts::kVBegin + turn % Parts::kStages * VLayout::kBytes;
-    constexpr int kChunks = VLayout::kPanels * 8;
-#pragma unroll 1
-    for (int i = first * kChunks + ptx::lane_index(); i < kTileKv * kChunks; i += 32)
-      *reinterpret_cast<uint4*>(values + VLayout::offset(i / kChunks, i % kChunks)) =
-          uint4{0, 0, 0, 0};
+    clear_rows<VLayout>(values, first, kTileKv);
     ptx::fence_async_proxy();
     __syncwarp();
   }
 
   // The record of an item without tiles.
   FAJIT_DEV void send_nothing() {
-    ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);
-    ptx::wait(ring_.empty_values(turn_), Parts::phase(turn_) ^ 1);
+    ptx::wait(ring_.template unused<Keys>(turn_), Parts::phase(turn_) ^ 1);
+    ptx::wait(ring_.template unused<Values>(turn_), Parts::phase(turn_) ^ 1);
     if (ptx::lane_index() == 0) {
-      ring_.write_record(turn_, {{0, 0, false}, true, true});
-      ptx::arrive(ring_.full_keys(turn_));
-      ptx::arrive(ring_.full_values(turn_));
+      const TileRecord nothing{{0, 0, false}, true, true};
+      if constexpr (!Keys::kAny) ring_.write_record(turn_, nothing);
+      if constexpr (Parts::kChanges)
+        ring_.template write_record<Records::kLandings>(turn_, nothing);
+      ptx::arrive(ring_.template copied<Keys>(turn_));
+      ptx::arrive(ring_.template copied<Values>(turn_));
     }
     __syncwarp();
     ++turn_;

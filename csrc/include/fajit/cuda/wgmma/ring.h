@@ -14,6 +14,13 @@
 //
 //             full, empty: 1 arrival, by the warp that finds, and by the one that sends
 //
+// Rows that are changed on their way (see changer.h) have a copy of their own: codes land in stages
+// beside K and V, other rows in their stage of K or V. The changers hand the tile on.
+//
+//             landed: 1 arrival, by the producer, and the bytes of the boxes
+//             taken: of codes, an arrival by each warp of the changers
+//             full: an arrival by each warp of the changers
+//
 // Q of the block's n-th item is in stage n % kQueryStages. With two stages, the queries of an item
 // are loaded while the one before is computed, and its results leave through its own stage.
 #pragma once
@@ -23,7 +30,7 @@
 #include <fajit/cuda/ptx/mbarrier.h>
 #include <fajit/cuda/ptx/warpgroup.h>
 #include <fajit/cuda/tile/element.h>
-#include <fajit/cuda/tile/panel_layout.h>
+#include <fajit/cuda/wgmma/changes.h>
 
 namespace fajit::cuda {
 
@@ -34,31 +41,50 @@ struct TileRecord {
   bool absent;  // the item has no tile, and nothing was loaded
 };
 
+// Which records: of the tiles that consumers read, of the tiles that changers read, of runs.
+enum class Records { kTiles, kLandings, kRuns };
+
 template <class Config, class Hooks>
 struct Ring {
+  using KeyChanges = Changes<Config, Hooks, true>;
+  using ValueChanges = Changes<Config, Hooks, false>;
+  static constexpr bool kChanges = KeyChanges::kAny || ValueChanges::kAny;
   static constexpr int kGroups = Config::kTileQ / ptx::kGroupRows;  // of consumers
   static constexpr int kConsumerWarps = kGroups * ptx::kGroupWarps;
   static constexpr int kStages = Config::kStages, kQueryStages = Config::kQueryStages;
   using QLayout = PanelLayout<Config::kDim, Config::kTileQ>;
-  using KLayout = PanelLayout<Config::kDim, Config::kTileKv>;
-  using VLayout = PanelLayout<Config::kDimV, Config::kTileKv>;
+  using KLayout = typename KeyChanges::Layout;
+  using VLayout = typename ValueChanges::Layout;
   using Walk = KvWalk<Config, Hooks, Config::kTileKv, Config::kTileKv>;
   static constexpr int kRuns = Walk::kChunks ? 4 : 0;  // found ahead; 0: found where they are sent
 
-  // Shared memory: Q stages, K stages, V stages; then barriers, records of tiles and of runs, the
-  // work item of each warp, the producer's walk, scratch of row hooks.
+  // Shared memory: Q stages, K stages, V stages, stages of their codes; then barriers, records of
+  // tiles, of runs and of changers' tiles, the work item of each warp, the producer's walk, scratch
+  // of row hooks, the numbers of the rows of each changer.
   static constexpr int kKBegin = kQueryStages * QLayout::kBytes;
   static constexpr int kVBegin = kKBegin + kStages * KLayout::kBytes;
-  static constexpr int kBarriersBegin = kVBegin + kStages * VLayout::kBytes;
+  static constexpr int kKeyCodesBegin = kVBegin + kStages * VLayout::kBytes;
+  static constexpr int kValueCodesBegin = kKeyCodesBegin + kStages * KeyChanges::kLandingBytes;
+  static constexpr int kBarriersBegin = kValueCodesBegin + kStages * ValueChanges::kLandingBytes;
   static constexpr int kQueryBarriers = kGroups * kQueryStages;  // full, and as many empty
   static constexpr int kLanded = 4 * kStages + 2 * kQueryBarriers;
-  static constexpr int kBarriers = kLanded + 1 + 2 * kRuns;
+  static constexpr int kChangesBegin = kLanded + 1 + 2 * kRuns;
+  static constexpr int kBarriers = kChangesBegin + (kChanges ? 4 * kStages : 0);
   static constexpr int kRecordsBegin =
       round_up(kBarriersBegin + kBarriers * ptx::kBarrierBytes, 16);
-  static constexpr int kItemsBegin = kRecordsBegin + (kStages + kRuns) * 16;
+  static constexpr int kItemsBegin =
+      kRecordsBegin + (kStages + kRuns + (kChanges ? kStages : 0)) * 16;
   static constexpr int kWalkBegin = kItemsBegin + Config::kWarps * int{sizeof(fajit_work)};
   static constexpr int kTempsBegin = kWalkBegin + Walk::kSharedBytes;
-  static constexpr int kBytes = kTempsBegin + kConsumerWarps * Hooks::kRowTemps * 4;
+  // Of changers: their warps, the rows of a tile that each changes, and floats of its numbers,
+  // those of K first.
+  static constexpr int kChangers = kChanges ? ptx::kGroupWarps : 0;
+  static constexpr int kChangedRows = Config::kTileKv / ptx::kGroupWarps;
+  static constexpr int kKeyNumbers = kChangedRows * KeyChanges::Widen::kNumbers;
+  static constexpr int kNumbers = kKeyNumbers + kChangedRows * ValueChanges::Widen::kNumbers;
+  static constexpr int kNumbersBegin =
+      kTempsBegin + (kConsumerWarps + kChangers) * Hooks::kRowTemps * 4;
+  static constexpr int kBytes = kNumbersBegin + kChangers * kNumbers * 4;
 
   unsigned char* shared;
 
@@ -95,13 +121,50 @@ struct Ring {
   }
   static FAJIT_DEV uint32_t run_phase(uint32_t n) { return n / kRuns & 1; }
 
+  // Of K or of V (`Changes`), by turn. landed: its copies to changers are complete; taken: codes
+  // have been read; copied: the barrier that copies complete; unused: that of stages to copy to.
+  template <class Side>
+  FAJIT_DEV uint32_t landed(uint32_t turn) const {
+    return barrier(kChangesBegin + (Side::kKeys ? 0 : kStages) + turn % kStages);
+  }
+  template <class Side>
+  FAJIT_DEV uint32_t taken(uint32_t turn) const {
+    return barrier(kChangesBegin + (Side::kKeys ? 2 : 3) * kStages + turn % kStages);
+  }
+  template <class Side>
+  FAJIT_DEV uint32_t full(uint32_t turn) const {
+    return Side::kKeys ? full_keys(turn) : full_values(turn);
+  }
+  template <class Side>
+  FAJIT_DEV uint32_t empty(uint32_t turn) const {
+    return Side::kKeys ? empty_keys(turn) : empty_values(turn);
+  }
+  template <class Side>
+  FAJIT_DEV uint32_t copied(uint32_t turn) const {
+    return Side::kAny ? landed<Side>(turn) : full<Side>(turn);
+  }
+  template <class Side>
+  FAJIT_DEV uint32_t unused(uint32_t turn) const {
+    return Side::kCoded ? taken<Side>(turn) : empty<Side>(turn);
+  }
+  // A tile's codes.
+  template <class Side>
+  FAJIT_DEV uint32_t codes(uint32_t turn) const {
+    return address(Side::kKeys ? kKeyCodesBegin : kValueCodesBegin) +
+           turn % kStages * Side::kLandingBytes;
+  }
+
   // By one thread, before any role starts.
   FAJIT_DEV void make_barriers() const {
 #pragma unroll
     for (int i = 0; i < kBarriers; ++i) {
       const bool empties = i >= 2 * kStages && i < 4 * kStages;
       const bool of_queries = i >= 4 * kStages && i < kLanded;
+      const bool of_changers = (i < kStages && KeyChanges::kAny) ||
+                               (i >= kStages && i < 2 * kStages && ValueChanges::kAny) ||
+                               i >= kChangesBegin + 2 * kStages;  // full, taken
       const int arrivals = empties                            ? kConsumerWarps
+                           : of_changers                      ? ptx::kGroupWarps
                            : !of_queries                      ? 1
                            : i < 4 * kStages + kQueryBarriers ? 32  // lanes of the warp that loads
                                                               : ptx::kGroupWarps;
@@ -110,18 +173,18 @@ struct Ring {
     ptx::publish_barriers();
   }
 
-  // The record of the tile of turn n, or of the n-th run.
-  template <bool kRun = false>
+  // The record of the tile of turn n, for consumers or changers, or of the n-th run.
+  template <Records kOf = Records::kTiles>
   FAJIT_DEV void write_record(uint32_t n, const TileRecord& r) const {
     const uint32_t flags = r.tile.full | r.last << 1 | r.absent << 2;
-    ptx::store_words(record<kRun>(n), static_cast<uint32_t>(r.tile.begin),
+    ptx::store_words(record<kOf>(n), static_cast<uint32_t>(r.tile.begin),
                      static_cast<uint32_t>(r.tile.end), flags, 0);
   }
-  // After a wait for full_keys or full_run.
-  template <bool kRun = false>
+  // After a wait for full_keys, landed or full_run.
+  template <Records kOf = Records::kTiles>
   FAJIT_DEV TileRecord read_record(uint32_t n) const {
     uint32_t words[4];
-    ptx::load_words(words, record<kRun>(n));
+    ptx::load_words(words, record<kOf>(n));
     __syncwarp();  // before one lane lets the producer overwrite it
     const uint32_t flags = ptx::uniform_word(words[2]);
     return {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]), (flags & 1) != 0},
@@ -146,9 +209,11 @@ struct Ring {
   FAJIT_DEV uint32_t barrier(uint32_t i) const {
     return address(kBarriersBegin) + i * ptx::kBarrierBytes;
   }
-  template <bool kRun>
+  template <Records kOf>
   FAJIT_DEV uint32_t record(uint32_t n) const {
-    if constexpr (kRun) return address(kRecordsBegin) + (kStages + n % kRuns) * 16;
+    if constexpr (kOf == Records::kRuns) return address(kRecordsBegin) + (kStages + n % kRuns) * 16;
+    if constexpr (kOf == Records::kLandings)
+      return address(kRecordsBegin) + (kStages + kRuns + n % kStages) * 16;
     return address(kRecordsBegin) + n % kStages * 16;
   }
 };
