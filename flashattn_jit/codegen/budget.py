@@ -33,7 +33,8 @@ keys. Here, because a change of it must change the keys of kernels."""
 
 WGMMA_SPILL_BYTES = 512
 """The same for wgmma kernels, in which products and their waits fill the loops: what spills is held
-across the loops, for the ends of an item, or is the producer's. A store and a load of each byte for
+across the loops, for the ends of an item, or is the producer's or the changers', whose loops over
+rows are not looked at. A store and a load of each byte for
 an item are an estimated thousandth of the time of 4,096 keys."""
 
 SPILL_RULE = 2

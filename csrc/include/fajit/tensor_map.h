@@ -12,7 +12,7 @@ typedef struct fajit_tensor_map {
   uint32_t sizes[5];    // elements
   uint16_t box[5];      // elements
   uint8_t rank;
-  uint8_t element;    // CUtensorMapDataType: 6 fp16, 9 bf16
+  uint8_t element;    // CUtensorMapDataType: 0 bytes, 6 fp16, 9 bf16
   uint8_t swizzle;    // CUtensorMapSwizzle: 0 none, 1 32 bytes, 2 64 bytes, 3 128 bytes
   uint8_t promotion;  // CUtensorMapL2promotion: 0 none, 2 128 bytes, 3 256 bytes
   uint8_t reserved[46];

@@ -3,7 +3,8 @@
 A warp issues in order: not before the stall count of its previous instruction has passed, the
 scoreboards that it waits for are down, and the pipe is free. Copies and loads take turns at the
 load and store unit in the order of their issue, and copies then at the L2. What it leaves out: the
-instruction cache, register banks, bank conflicts, misses of the L2, and power.
+instruction cache, register banks, bank conflicts, misses of the L2, power, and waits for copies of
+codes.
 
 Products of warpgroups (wgmma) are queued as they are issued, and a scheduler's tensor core computes
 its warps' part of them one after another; a warp waits for them at WARPGROUP.DEPBAR alone. Of the

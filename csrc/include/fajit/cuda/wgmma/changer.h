@@ -12,8 +12,8 @@
 //
 //     numbers of V(n) | widen K(n) | numbers of K(n+1) | widen V(n) | numbers of V(n+1) | ...
 //
-// The numbers of codes (scales, zero points) are loaded before another tile is widened, which hides
-// their latency.
+// The numbers of codes (scales, zero points) are loaded before the rows of another side or tile are
+// widened, which hides their latency; not where rows of K that are no codes are changed.
 #pragma once
 #include <fajit/cuda/params.h>
 #include <fajit/cuda/tile/hook_rows.h>
@@ -72,7 +72,8 @@ class Changer {
         next = landed_tile(turn_ + 1);
         held = load<First>(next);
       };
-      put<First>(held);
+      put<First>(
+          held);  // `held` may be the next tile's below: of it `change` uses the codebook alone
       if constexpr (kBoth && kAhead && Values::kCoded) held_values = landed_values(now);
       if constexpr (!kBoth && kAhead) look_ahead();
       change<First>(now, held);

@@ -1,5 +1,5 @@
-// What the producer and the consumers of a block share: buffers, barriers, and a record of each
-// tile.
+// What the producer, the changers and the consumers of a block share: buffers, barriers, and a
+// record of each tile.
 //
 // Tiles are counted over all items of the block. Turn n uses stage n % kStages of K and of V, whose
 // barriers are then in phase n / kStages. K and V of a tile have barriers of their own, as K is
@@ -185,7 +185,7 @@ struct Ring {
   FAJIT_DEV TileRecord read_record(uint32_t n) const {
     uint32_t words[4];
     ptx::load_words(words, record<kOf>(n));
-    __syncwarp();  // before one lane lets the producer overwrite it
+    __syncwarp();  // before one lane lets another role overwrite it
     const uint32_t flags = ptx::uniform_word(words[2]);
     return {{static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]), (flags & 1) != 0},
             (flags & 2) != 0,
