@@ -31,7 +31,8 @@ class RepeatedCall {
   // the caller has yet to make them.
   bool fits(const Tensors& tensors) const;
 
-  // Launches and returns true. Returns false, having done nothing, if a tensor does not fit, has
+  // Launches and returns true. Compares again what fits() may have compared: another thread can
+  // rebind a tensor in between. Returns false, having done nothing, if a tensor does not fit, has
   // entries but no memory, or if out or lse shares memory with another tensor. values: scale,
   // threads, params and addresses besides those of the tensors.
   bool launch(const Tensors& tensors, LaunchValues values) const;

@@ -47,6 +47,12 @@ class Case:
         paged = fa.Paged(self.page_indptr, self.indices, last.to(torch.int32), PAGE)
         self.batch.plan(indptr(Q_LENS), paged)
 
+    def repeats(self) -> dict[Any, Any]:
+        """What later runs of the plan are recognised by."""
+        planned = self.batch.in_force()
+        assert isinstance(planned, batch_run.Planned)
+        return planned.repeats
+
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q = torch.randn(sum(Q_LENS), HEADS[0], DIM)
         k, v = torch.randn(2, NUM_PAGES, PAGE, HEADS[1], DIM)
@@ -176,13 +182,11 @@ def test_layouts_that_take_turns(first_runs: list[object]) -> None:
         for keys in (k, apart):
             case.check(case.batch.run(q, keys, v), q, k, v)
     assert len(first_runs) == 2
-    planned = case.batch.in_force()
-    assert isinstance(planned, batch_run.Planned)
     for gap in range(1, 9):
         wide = torch.randn(sum(Q_LENS), HEADS[0], DIM + gap)
         case.batch.run(wide[..., :DIM], k, v)
         case.batch.run(*case.tensors(), return_lse=torch.tensor(True))
-    kept = [len(repeats) for repeats in planned.repeats.values()]
+    kept = [len(repeats) for repeats in case.repeats().values()]
     assert max(kept) == batch_run.KEPT_REPEATS and len(kept) == 2
 
 
@@ -191,9 +195,7 @@ def test_subclasses_are_computed_and_not_kept() -> None:
     q, k, v = case.tensors()
     for _ in range(3):
         case.check(case.batch.run(q.as_subclass(Odd), k, v), q, k, v)
-    planned = case.batch.in_force()
-    assert isinstance(planned, batch_run.Planned)
-    assert all(len(repeats) == 1 for repeats in planned.repeats.values())
+    assert all(len(repeats) == 1 for repeats in case.repeats().values())
 
 
 def test_a_tensor_that_another_thread_rebinds_during_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,9 +482,7 @@ def test_objects_that_are_no_plain_tensors_are_not_recognised(odd: object) -> No
     case = Case()
     q, k, v = case.tensors()
     case.batch.run(q, k, v)
-    planned = case.batch.in_force()
-    assert isinstance(planned, batch_run.Planned)
-    ((repeat,),) = planned.repeats.values()
+    ((repeat,),) = case.repeats().values()
     out = torch.full_like(q, 7.0)
     rest: Any = (1.0, 1, (), (), 0, *repeat._variation.pointers)
     native = repeat._native
@@ -500,9 +500,7 @@ def test_layouts_that_are_none() -> None:
     case = Case()
     q, k, v = case.tensors()
     case.batch.run(q, k, v)
-    planned = case.batch.in_force()
-    assert isinstance(planned, batch_run.Planned)
-    ((repeat,),) = planned.repeats.values()
+    ((repeat,),) = case.repeats().values()
     one = (q.shape, q.stride(), q)
     for wrong in (
         (), (one,) * 4, (one,) * 6, (None, *(one,) * 4), (5, *(one,) * 4),
