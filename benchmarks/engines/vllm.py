@@ -22,16 +22,18 @@ from benchmarks.engines.case import (
 )
 from benchmarks.engines.ours import slots
 from benchmarks.parts.batch_work import indptr, page_table
-from flashattn_jit.codegen.spec import default_target
+from flashattn_jit import env
+from flashattn_jit.codegen.spec import default_target, host_targets
 from flashattn_jit.variants.library.biases import alibi_slopes
 
 _LIBRARIES = {
     "cpu:avx2": "_C_AVX2.abi3.so",
     "cpu:avx512": "_C_AVX512.abi3.so",
+    "cpu:avx512_vnni": "_C_AVX512.abi3.so",
     "cpu:avx512_bf16": "_C.abi3.so",
     "cpu:amx_bf16": "_C.abi3.so",
 }
-"""As vLLM chooses them."""
+"""As vLLM chooses them, by the widest target that the machine runs, or the one that is named."""
 
 _BLOCK_SIZE = 128
 """vLLM's default on CPUs."""
@@ -83,7 +85,7 @@ def source(folder: Path | None) -> Source:
     def opened() -> Engine:
         if folder is None:
             raise NotAvailable("--vllm names no folder")
-        library = _LIBRARIES.get(default_target())
+        library = _LIBRARIES.get(env.target() or host_targets()[-1])
         if library is None:
             raise NotAvailable(f"it has no kernels for {default_target()}")
         try:

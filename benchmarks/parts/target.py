@@ -11,14 +11,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flashattn_jit.codegen.spec import host_target
-from flashattn_jit.codegen.targets import included
+from flashattn_jit.codegen.spec import host_targets
 
 _LIMITS = {
     # ATen's own kernels, oneDNN and MKL; each name means "nothing wider".
     "cpu:generic": ("default", "SSE41", "SSE4_2"),
     "cpu:avx2": ("avx2", "AVX2", "AVX2"),
     "cpu:avx512": ("avx512", "AVX512_CORE", "AVX512"),
+    "cpu:avx512_vnni": ("avx512", "AVX512_CORE_VNNI", "AVX512_E1"),
     "cpu:avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512_E3"),
     "cpu:amx_bf16": ("avx512", "AVX512_CORE_AMX", "AVX512_E4"),
 }
@@ -49,7 +49,7 @@ def hold(target: str) -> None:
 
     Ends it with a message if this machine cannot run the target's kernels.
     """
-    can_run = included(host_target())
+    can_run = host_targets()
     if target not in can_run:
         sys.exit(f"--target {target}: this machine can run {', '.join(can_run)}")
     wanted = variables(target)

@@ -27,9 +27,9 @@ from .targets import (
     architecture,
     best_cpu_target,
     compiled_target,
-    included,
     is_cuda,
     is_emulated,
+    runnable_cpu_targets,
     runs_on,
     sm_version,
 )
@@ -97,8 +97,14 @@ SHORT_DTYPES = {dtype.name: dtype.short for dtype in STORAGE if dtype.short}
 
 @cache
 def host_target() -> str:
-    """The best CPU target that this machine runs, for example ``"cpu:avx512_bf16"``."""
+    """The best CPU target for this machine, for example ``"cpu:avx512_bf16"``."""
     return best_cpu_target(_C.cpu_features())
+
+
+@cache
+def host_targets() -> tuple[str, ...]:
+    """The CPU targets that this machine runs, a few of which may be wider than `host_target`."""
+    return runnable_cpu_targets(_C.cpu_features())
 
 
 def default_target() -> str:
@@ -115,7 +121,7 @@ def default_target() -> str:
 
 @cache
 def _forced(name: str) -> str:
-    runs = included(host_target())
+    runs = host_targets()
     if name in runs:
         return name
     if name in CPU_TARGETS:
@@ -169,10 +175,10 @@ def resolve_target(target: str | None) -> str:
     if target not in CPU_TARGETS:
         known = ", ".join((*CPU_TARGETS, *CUDA_TARGETS, *EMULATED_TARGETS))
         raise TargetError(f"unknown target {target!r}; known targets: {known}")
-    if target not in included(host_target()):
+    if target not in host_targets():
         raise TargetError(
             f"target {target!r} needs instructions that this machine lacks; the highest target "
-            f"that runs here is {host_target()!r}"
+            f"that runs here is {host_targets()[-1]!r}"
         )
     return target
 

@@ -1,7 +1,7 @@
 """Targets as data: what code is generated for, and which machines and devices run it.
 
-A CPU target is a row of `CPU_ROWS`. Rows are partially ordered by what they include: a machine runs
-its own target and those that it includes. A CUDA target is an architecture: ``sm_80`` runs on
+A CPU target is a row of `CPU_ROWS`. Rows are partially ordered by what they include: a machine that
+runs a target runs those that it includes. A CUDA target is an architecture: ``sm_80`` runs on
 devices of its major version that are not older, ``sm_90a``, which may use instructions that later
 devices lack, on devices of compute capability 9.0 alone.
 """
@@ -27,6 +27,7 @@ class CpuTarget:
         machine: the architecture, as `os.uname` names it; empty for any.
         includes: targets whose kernels run wherever this one's do, and by those what they include.
         features: what `_C.cpu_features` must report, beyond what the included targets need.
+        fast_with: what it reports where the target is faster than those that it includes.
         flags: of the compiler, beside those of all targets.
         bf16_rate: bf16 products a clock over fp32 ones; 0 without instructions for them.
         amx: whether kernels use AMX tiles.
@@ -37,33 +38,41 @@ class CpuTarget:
     machine: str = ""
     includes: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    fast_with: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     bf16_rate: int = 0
     amx: bool = False
 
 
-_V4_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_V4_VNNI = ("-march=x86-64-v4", "-mavx512vnni")
+_V4_BF16 = (*_V4_VNNI, "-mavx512bf16")
 
 CPU_ROWS = {
     row.name: row
     for row in (
         CpuTarget("cpu:generic", 4),
         CpuTarget(
-            "cpu:avx2", 8, "x86_64", ("cpu:generic",), ("x86-64-v3",), ("-march=x86-64-v3",)
+            "cpu:avx2", 8, "x86_64", ("cpu:generic",), ("x86-64-v3",), flags=("-march=x86-64-v3",)
         ),
-        CpuTarget("cpu:avx512", 16, "x86_64", ("cpu:avx2",), ("x86-64-v4",), ("-march=x86-64-v4",)),
         CpuTarget(
-            "cpu:avx512_bf16", 16, "x86_64", ("cpu:avx512",), ("avx512_bf16", "avx512_vnni"),
-            _V4_BF16, bf16_rate=2,
+            "cpu:avx512", 16, "x86_64", ("cpu:avx2",), ("x86-64-v4",), flags=("-march=x86-64-v4",)
+        ),
+        CpuTarget(
+            "cpu:avx512_vnni", 16, "x86_64", ("cpu:avx512",), ("avx512_vnni",), flags=_V4_VNNI
+        ),
+        CpuTarget(
+            "cpu:avx512_bf16", 16, "x86_64", ("cpu:avx512_vnni",), ("avx512_bf16",),
+            ("fast_avx512_bf16",), _V4_BF16, bf16_rate=2,
         ),
         # AMX is written as asm: compilers without its flags build it too.
         CpuTarget(
             "cpu:amx_bf16", 16, "x86_64", ("cpu:avx512_bf16",), ("amx_tile", "amx_bf16"),
-            _V4_BF16, bf16_rate=16, amx=True,
+            flags=_V4_BF16, bf16_rate=16, amx=True,
         ),
     )
 }  # fmt: skip
-"""By name. A row stands after those that it includes, and a machine takes the last that it runs."""
+"""By name. A row stands after those that it includes, and a machine takes the last that it runs, or
+that it runs fast."""
 
 CPU_TARGETS = tuple(CPU_ROWS)
 
@@ -89,14 +98,20 @@ def included(target: str) -> tuple[str, ...]:
     return tuple(name for name in CPU_ROWS if name in found)
 
 
-def best_cpu_target(features: Collection[str]) -> str:
-    """The last CPU target of the table that this machine runs, where it has these features."""
-    return [
+def runnable_cpu_targets(features: Collection[str]) -> tuple[str, ...]:
+    """The CPU targets that this machine runs, where it has these features, in the table's order."""
+    return tuple(
         name
         for name, row in CPU_ROWS.items()
         if row.machine in ("", machine())
         and all(set(CPU_ROWS[other].features) <= set(features) for other in included(name))
-    ][-1]
+    )
+
+
+def best_cpu_target(features: Collection[str]) -> str:
+    """The last CPU target of the table that this machine, with these features, runs fast."""
+    runs = runnable_cpu_targets(features)
+    return [name for name in runs if set(CPU_ROWS[name].fast_with) <= set(features)][-1]
 
 
 def compiled_here(target: str) -> bool:

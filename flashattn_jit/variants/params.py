@@ -62,6 +62,24 @@ class Dims(NamedTuple):
 SIZE_NAMES = frozenset(Dims._fields) - {"device"}
 
 
+class _Size(NamedTuple):
+    """A declared dim: a number, or a field of `Dims`, or a free name, whose dims are equal."""
+
+    name: str
+    number: int | None
+    field: int | None
+    may_be_one: bool
+
+    @classmethod
+    def of(cls, dim: str | int) -> _Size:
+        """Of a dim as it is declared, such as ``"batch|1"``."""
+        if isinstance(dim, int):
+            return cls("", dim, None, False)
+        name = dim.removesuffix("|1")
+        field = Dims._fields.index(name) if name in SIZE_NAMES else None
+        return cls(name, None, field, dim != name)
+
+
 class _Missing:
     def __repr__(self) -> str:
         return "<required>"
@@ -100,6 +118,7 @@ class Param:
         self.kind = kind
         self.default = default
         self.dims = dims
+        self._sizes = tuple(map(_Size.of, dims))
         self.dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
         self.name = ""
         self.type: type = float
@@ -230,27 +249,27 @@ class Param:
                 f"param {name!r} is on {value.device}, the call on {dims.device}; move it with "
                 f"`.to({str(dims.device)!r})`"
             )
-        for axis, (size, wanted) in enumerate(zip(value.shape, self.dims, strict=True)):
-            if isinstance(wanted, str) and wanted.endswith("|1"):
-                if size == 1:
-                    continue
-                wanted = wanted[:-2]
-            if isinstance(wanted, int):
-                expected, reason = wanted, f"{wanted}"
-            elif wanted in SIZE_NAMES:
-                expected = getattr(dims, wanted)
-                reason = f"{wanted}={expected}"
+        for axis, (size, wanted) in enumerate(zip(value.shape, self._sizes, strict=True)):
+            if size == 1 and wanted.may_be_one:
+                continue
+            other = ""
+            if wanted.number is not None:
+                expected = wanted.number
+            elif wanted.field is not None:
+                expected = dims[wanted.field]  # type: ignore[assignment]  # a size
                 if expected < 0:
                     continue
             else:
-                expected, other = free.setdefault(wanted, (size, name))
-                reason = f"{wanted}={expected}, as {other!r} has"
-            if size != expected:
-                raise ParamError(
-                    f"param {name!r} expects [{self._dims_text()}] with {reason} at dim {axis}, "
-                    f"got shape {list(value.shape)}; pass a tensor whose dim {axis} has "
-                    f"{expected} elements"
-                )
+                expected, other = free.setdefault(wanted.name, (size, name))
+            if size == expected:
+                continue
+            reason = f"{wanted.name}={expected}" if wanted.name else f"{expected}"
+            reason += f", as {other!r} has" if other else ""
+            raise ParamError(
+                f"param {name!r} expects [{self._dims_text()}] with {reason} at dim {axis}, "
+                f"got shape {list(value.shape)}; pass a tensor whose dim {axis} has "
+                f"{expected} elements"
+            )
 
 
 def _made(default: Default, dims: Any, device: torch.device) -> Any:

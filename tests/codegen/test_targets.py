@@ -14,6 +14,7 @@ from flashattn_jit.codegen.targets import (
     compiled_here,
     cpu_flags,
     included,
+    runnable_cpu_targets,
     runs_on,
     sm_version,
 )
@@ -41,8 +42,11 @@ def test_rows_stand_behind_those_that_they_include() -> None:
         ("", "cpu:generic"),
         ("x86-64-v3", "cpu:avx2"),
         ("x86-64-v4", "cpu:generic"),  # what a target includes must be there too
-        ("x86-64-v3 x86-64-v4 avx512_vnni", "cpu:avx512"),
-        ("x86-64-v3 x86-64-v4 avx512_vnni avx512_bf16", "cpu:avx512_bf16"),
+        ("x86-64-v3 x86-64-v4", "cpu:avx512"),
+        ("x86-64-v3 x86-64-v4 avx512_bf16 fast_avx512_bf16", "cpu:avx512"),
+        ("x86-64-v3 x86-64-v4 avx512_vnni", "cpu:avx512_vnni"),
+        ("x86-64-v3 x86-64-v4 avx512_vnni avx512_bf16", "cpu:avx512_vnni"),
+        ("x86-64-v3 x86-64-v4 avx512_vnni avx512_bf16 fast_avx512_bf16", "cpu:avx512_bf16"),
         ("x86-64-v3 x86-64-v4 avx512_vnni avx512_bf16 amx_tile amx_bf16", "cpu:amx_bf16"),
     ],
 )
@@ -55,9 +59,16 @@ def test_a_machine_takes_the_last_target_that_it_runs(
     assert best_cpu_target(features.split()) == "cpu:generic"
 
 
+def test_a_machine_runs_targets_that_are_not_fast_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "x86_64")
+    features = "x86-64-v3 x86-64-v4 avx512_vnni avx512_bf16".split()
+    assert runnable_cpu_targets(features) == (*included("cpu:avx512_vnni"), "cpu:avx512_bf16")
+    assert best_cpu_target(features) == "cpu:avx512_vnni"
+
+
 def test_targets_need_not_include_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = CpuTarget("cpu:one", 4, "aarch64", ("cpu:generic",), ("a",), ("-march=one",))
-    two = CpuTarget("cpu:two", 8, "aarch64", ("cpu:generic",), ("b",), ("-march=two",))
+    one = CpuTarget("cpu:one", 4, "aarch64", ("cpu:generic",), ("a",), flags=("-march=one",))
+    two = CpuTarget("cpu:two", 8, "aarch64", ("cpu:generic",), ("b",), flags=("-march=two",))
     rows = {**CPU_ROWS, one.name: one, two.name: two}
     for module in (targets, layers, toolchain):
         for table, value in (("CPU_ROWS", rows), ("CPU_TARGETS", tuple(rows))):
@@ -69,7 +80,7 @@ def test_targets_need_not_include_each_other(monkeypatch: pytest.MonkeyPatch) ->
     ]  # fmt: skip
     assert included("cpu:two") == ("cpu:generic", "cpu:two")
     assert cpu_flags("cpu:one") == ("-march=one",) and compiled_here("cpu:one")
-    monkeypatch.setattr(layers, "host_target", lambda: "cpu:two")
+    monkeypatch.setattr(layers, "host_targets", lambda: included("cpu:two"))
     assert not layers.unfit_target("cpu:two") and not layers.unfit_target("cpu:generic")
     assert "instructions of cpu:one" in layers.unfit_target("cpu:one")
     on(monkeypatch, "x86_64")

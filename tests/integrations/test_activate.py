@@ -195,6 +195,7 @@ def test_what_is_too_small_depends_on_the_call(monkeypatch: pytest.MonkeyPatch) 
     for host, target, as_fp16 in (
         ("cpu:avx512_bf16", "cpu:avx512_bf16", False),
         ("cpu:avx2", "cpu:avx2", True),
+        ("cpu:avx512_vnni", "cpu:avx512_vnni", True),
         ("cpu:amx_bf16", "cpu:amx_bf16", False),
         ("cpu:amx_bf16", "cpu:avx512_bf16", False),
     ):

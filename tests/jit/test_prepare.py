@@ -69,7 +69,7 @@ def test_one_that_is_there_is_found_and_not_built(new_cache, fake_build, cache_r
 def test_a_target_that_this_machine_cannot_run_is_prepared(
     new_cache, fake_build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "host_target", lambda: "cpu:generic")
+    monkeypatch.setattr(layers, "host_targets", lambda: ("cpu:generic",))
     assert new_cache().prepare([request(target="cpu:avx512_bf16")]).found.layer == "compiler"
     assert new_cache().prepare([request(target="cpu:avx512_bf16")]).found.layer == "user"
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from flashattn_jit import _C, env
-from flashattn_jit.codegen.spec import host_target
-from flashattn_jit.codegen.targets import CPU_TARGETS, included, is_cuda
+from flashattn_jit.codegen.spec import host_targets
+from flashattn_jit.codegen.targets import CPU_TARGETS, is_cuda
 from flashattn_jit.errors import PackError, UnsafeCacheError
 from flashattn_jit.jit.cache.entry import (
     ARTIFACT,
@@ -220,9 +220,10 @@ def unfit(found: Found, target: str, compiler_id: str | None) -> str:
 
 def unfit_target(target: str) -> str:
     """Why this machine cannot run a CPU target's code; empty where it can."""
-    if target not in CPU_TARGETS or target in included(host_target()):
+    if target not in CPU_TARGETS or target in host_targets():
         return ""
-    return f"it needs the instructions of {target}, and this machine runs at most {host_target()}"
+    most = host_targets()[-1]
+    return f"it needs the instructions of {target}, and this machine runs at most {most}"
 
 
 def unfit_machine(head: bytes) -> str:

@@ -315,7 +315,7 @@ def test_a_cpu_without_the_instructions_gets_a_reason_and_no_code(
     new_cache, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_cache().load_stepping([wanted(target="cpu:avx2")])
-    monkeypatch.setattr(layers_module, "host_target", lambda: "cpu:generic")
+    monkeypatch.setattr(layers_module, "host_targets", lambda: ("cpu:generic",))
     loads: list[str] = []
     cache = KernelCache(build=never_built, load=loads.append)  # type: ignore[arg-type]
     with pytest.raises(TargetError, match=r"instructions of cpu:avx2.*at most cpu:generic"):

@@ -131,7 +131,8 @@ def test_every_target_compiles(tmp_path: Path, target: str) -> None:
     macros = {
         "cpu:generic": "!defined(__AVX__)",
         "cpu:avx2": "defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)",
-        "cpu:avx512": "defined(__AVX512BW__) && !defined(__AVX512BF16__)",
+        "cpu:avx512": "defined(__AVX512BW__) && !defined(__AVX512VNNI__)",
+        "cpu:avx512_vnni": "defined(__AVX512VNNI__) && !defined(__AVX512BF16__)",
         "cpu:avx512_bf16": "defined(__AVX512BF16__) && defined(__AVX512VNNI__)",
         # AMX is written as asm.
         "cpu:amx_bf16": "defined(__AVX512BF16__) && !defined(__AMX_TILE__)",

@@ -132,7 +132,7 @@ def test_what_is_no_cpu_target_is_refused_by_name(
 
 
 def test_a_target_above_the_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "host_target", lambda: "cpu:avx2")
+    monkeypatch.setattr(targets, "host_targets", lambda: ("cpu:generic", "cpu:avx2"))
     targets._forced.cache_clear()
     monkeypatch.setenv(NAME, "cpu:avx512")
     try:

@@ -253,17 +253,10 @@ FAJIT_INLINE bool same_numbers(const float* keys, const float* values, int count
 template <class Code, int Dim, bool Looked>
 FAJIT_INLINE void load_two(const Code* src, int d, [[maybe_unused]] const Table& table, vf& low,
                            vf& high) {
-#if defined(__AVX512BF16__)
-  if constexpr (same<Code, e4m3_t> || same<Code, e5m2_t>) {
-    const vi words = bfloat16_words<Dim>(src, d);
-    low = low_floats(words), high = high_floats(words);
-    return;
-  }
-#endif
   if constexpr (Looked) {
     low = table(load_bits<Dim>(src, d)), high = table(load_bits<Dim>(src, d + kLanes));
   } else {
-    low = load_dims<Code, Dim>(src, d), high = load_dims<Code, Dim>(src, d + kLanes);
+    load_two_dims<Code, Dim>(src, d, low, high);
   }
 }
 

@@ -73,17 +73,5 @@ FAJIT_INLINE vi bfloat16_words(const T* row, int d) {
   }
 }
 
-// The first and the last 16 of them as floats.
-FAJIT_INLINE vf low_floats(vi words) {
-  const v32 w = (v32)words;
-  return bfloat16_to_float(
-      __builtin_shufflevector(w, w, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-FAJIT_INLINE vf high_floats(vi words) {
-  const v32 w = (v32)words;
-  return bfloat16_to_float(__builtin_shufflevector(w, w, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26,
-                                                   27, 28, 29, 30, 31));
-}
-
 }  // namespace fajit
 #endif
