@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ..codegen.spec import default_target, host_target, matrix_dtype
-from ..codegen.targets import has_amx
+from ..codegen.spec import default_target, host_targets, matrix_dtype
+from ..codegen.targets import CPU_ROWS, has_amx
 from ..errors import InputError
 from ..ops.attention import run_dense
 from ..ops.sdpa import ADD, CAUSAL, FULL
@@ -45,10 +45,12 @@ _LEAST_MFLOP = {
     # On CPUs with AMX torch's own products of bf16 are fast.
     "bf16 on AMX": (30, 15, 40, 30),
     "bf16, AMX not used": (30, 30, 1000, 50),
+    # On Intel's CPUs without AMX, where the engine multiplies in fp32 and torch does not.
+    "bf16, in fp32": (30, 10, 50, 8),
 }
 """The smallest calls, in 1e6 floating-point operations, in which the engine is at least as fast as
-torch: `python -m benchmarks.activate --only borders` on 2 cores of a Zen 4 and of a Xeon with AMX,
-each CPU target on its own. The engine's fixed cost is higher than torch's (10 to 20 us), and torch
+torch: `python -m benchmarks.activate --only borders` on 2 cores of a Zen 4 and of a Xeon with and without
+AMX, each CPU target on its own. The engine's fixed cost is higher than torch's (10 to 20 us), and torch
 is faster over a few rows whose keys are in cache."""
 _LEAST_GROUPED_MFLOP = (4, 16, 16, 16)  # at most these where heads share keys
 
@@ -56,17 +58,19 @@ _LEAST_GROUPED_MFLOP = (4, 16, 16, 16)  # at most these where heads share keys
 def least_flops(dtype: torch.dtype, q_len: int, grouped: bool) -> float:
     """The floating-point operations of the smallest call in which the engine is faster."""
     column = bisect.bisect_left(_COLUMNS, q_len)
-    kind = "float32" if dtype == _FP32 else _kind(dtype, default_target(), host_target())
+    kind = "float32" if dtype == _FP32 else _kind(dtype, default_target(), host_targets())
     least = _LEAST_MFLOP[kind][column]
     return 1e6 * (min(least, _LEAST_GROUPED_MFLOP[column]) if grouped else least)
 
 
 @functools.cache
-def _kind(dtype: torch.dtype, target: str, host: str) -> str:
-    """The row of `_LEAST_MFLOP` for calls in a dtype of 16 bits."""
-    if dtype == torch.bfloat16 and has_amx(host):
-        return "bf16 on AMX" if has_amx(target) else "bf16, AMX not used"
+def _kind(dtype: torch.dtype, target: str, host: tuple[str, ...]) -> str:
+    """The row of `_LEAST_MFLOP` for calls in a dtype of 16 bits. host: what this machine runs."""
     in_fp32 = matrix_dtype(target, str(dtype).removeprefix("torch.")) == "float32"
+    if dtype == torch.bfloat16 and any(map(has_amx, host)):
+        return "bf16 on AMX" if has_amx(target) else "bf16, AMX not used"
+    if dtype == torch.bfloat16 and in_fp32 and any(CPU_ROWS[name].bf16_rate for name in host):
+        return "bf16, in fp32"
     return "16 bits, in fp32" if in_fp32 else "16 bits"
 
 
