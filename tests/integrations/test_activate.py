@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import flashattn_jit as fa
+from flashattn_jit.codegen.targets import included
 from flashattn_jit.integrations import torch as integration
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
