@@ -182,7 +182,13 @@ class Table {
     return Table();
   }
   FAJIT_INLINE float value(int index) const { return values_[index]; }
+  // Of the four lowest bits.
   FAJIT_INLINE vf operator()(vi index) const { return lookup16(values_, index); }
+  FAJIT_INLINE Table scaled(vf scale) const {
+    Table to;
+    for (int i = 0; i < 16; i += kLanes) store(to.values_ + i, load(values_ + i) * scale);
+    return to;
+  }
 #if defined(__AVX512BF16__)
   // The values times `scale`, rounded to bf16, twice.
   FAJIT_INLINE v32 words(vf scale) const {
@@ -304,9 +310,10 @@ FAJIT_INLINE void decode_row(const Code* src, const float* numbers, const Table&
     for (int g = 0; g < Numbers::kGroups; ++g) {
       const vf scale = splat(numbers[g * Keys]);
       const vf zero = Numbers::kZeros ? splat(numbers[(Numbers::kGroups + g) * Keys]) : vf{};
+      // Of a codebook sixteen products instead of one for each channel.
+      constexpr bool scales_table = Numbers::kCodebook >= 0 && !Numbers::kZeros;
 #if defined(__AVX512BF16__)
-      if constexpr (same<Matrix, bfloat16_t> && Numbers::kCodebook >= 0 && !Numbers::kZeros) {
-        // Sixteen products instead of one for each channel.
+      if constexpr (same<Matrix, bfloat16_t> && scales_table) {
         const v32 words = table.words(scale);
 #pragma GCC unroll 4
         for (int d = g * group; d < (g + 1) * group; d += 32)
@@ -314,12 +321,14 @@ FAJIT_INLINE void decode_row(const Code* src, const float* numbers, const Table&
         continue;
       }
 #endif
+      const Table values = scales_table ? table.scaled(scale) : table;
 #pragma GCC unroll 4
       for (int d = g * group; d < (g + 1) * group; d += 2 * kLanes) {
         vf low, high;
-        load_two<Code, Dim, (Numbers::kCodebook >= 0)>(src, d, table, low, high);
+        load_two<Code, Dim, (Numbers::kCodebook >= 0)>(src, d, values, low, high);
         if constexpr (Numbers::kZeros) low -= zero, high -= zero;
-        store_two(dst + d, low * scale, high * scale);
+        if constexpr (!scales_table) low *= scale, high *= scale;
+        store_two(dst + d, low, high);
       }
     }
   } else {

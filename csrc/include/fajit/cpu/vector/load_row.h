@@ -164,20 +164,19 @@ struct Storage<e5m2_t> {
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 
-// The bits of dims [d, d + kLanes) of a row of N, 0 to 15.
+// The bits of dims [d, d + kLanes) of a row of N are the four lowest ones.
 template <int N>
 FAJIT_INLINE vi load_bits(const int4x2_t* row, int d) {
   constexpr int half = N / 2;
   static_assert(half % kLanes == 0);
-  const vu pairs = widen(load<vb>(row + d % half));
-  return (vi)((pairs >> (d < half ? 0 : 4)) & 15);
+  return (vi)(widen(load<vb>(row + d % half)) >> (d < half ? 0 : 4));
 }
 
 // Dims [d, d + kLanes) of a row of N.
 template <class T, int N>
 FAJIT_INLINE vf load_dims(const T* row, int d) {
   if constexpr (same<T, int4x2_t>) {
-    return to_float(load_bits<N>(row, d) - 8);
+    return to_float((load_bits<N>(row, d) & 15) - 8);
   } else {
     return Storage<T>::load(row + d);
   }

@@ -159,18 +159,20 @@ FAJIT_INLINE bool any_at_least(vf x, float bound) {
 #endif
 }
 
-// values[index] of 16 values.
+// values[index & 15]. In AVX the permutations ignore the higher bits.
 FAJIT_INLINE vf lookup16(const float* values, vi index) {
-#if FAJIT_AVX == 512 && !defined(__clang__)
-  return __builtin_shuffle(load(values), index);
-#elif FAJIT_AVX && !defined(__clang__)
-  const vf low = __builtin_shuffle(load(values), index & 7);
-  return index < 8 ? low : __builtin_shuffle(load(values + 8), index & 7);
-#else
   vf r;
-  for (int i = 0; i < kLanes; ++i) r[i] = values[index[i]];
-  return r;
+#if FAJIT_AVX
+  asm("vpermps %1, %2, %0" : "=v"(r) : "v"(load(values)), "v"(index));
+#if FAJIT_AVX != 512
+  vf high;
+  asm("vpermps %1, %2, %0" : "=v"(high) : "v"(load(values + 8)), "v"(index));
+  asm("vblendvps %2, %1, %0, %0" : "+v"(r) : "v"(high), "v"(index << 28));  // by the sign
 #endif
+#else
+  for (int i = 0; i < kLanes; ++i) r[i] = values[index[i] & 15];
+#endif
+  return r;
 }
 
 // --- arithmetic -------------------------------------------------------------------------------
