@@ -145,8 +145,8 @@ def _wgmma_bytes(spec: KernelSpec, query_stages: int) -> int:
     if changes_rows(spec):
         codes = sum(code_pitch(dim, dtype) for dim, dtype in _sides(spec) if dtype in CUDA_CODES)
         tiles += spec.num_stages * spec.tile_kv * codes
-        count += 4 * spec.num_stages
-        records += spec.num_stages
+        count += 6 * spec.num_stages
+        records += 2 * spec.num_stages
         hooked += 4
         numbers = 4 * spec.tile_kv * _decoded_numbers(spec)
     barriers = _up(8 * count, 16)
