@@ -16,7 +16,7 @@ from flashattn_jit.inspect.machine_code.multiprocessor import multiprocessor
 from flashattn_jit.inspect.machine_code.prediction import makespan
 from flashattn_jit.inspect.machine_code.rows import with_rows
 from flashattn_jit.inspect.machine_code.simulation import Changers, Ring, Turn, simulate
-from flashattn_jit.jit.compilation.loops import loops, once
+from flashattn_jit.jit.compilation.loops import loops, once, spills_of_changes
 from flashattn_jit.planner.devices import named_hardware
 from tests.cuda.kernels import coded_spec
 from tests.harness.toolkit import needs_nvcc
@@ -132,6 +132,23 @@ def test_spills_count_on_every_way_of_a_turn():
     ]  # fmt: skip
     (loop,) = loops(code)
     assert (loop.spills, loop.spills_among_products) == (1, 2)
+
+
+def test_spills_of_those_who_change_tiles_are_counted_in_a_turn():
+    changers = [
+        op("LDL"),  # 0: of an item
+        op("STL"),  # 1: the header of the tiles
+        jump(5, "P0"),
+        op("LDL"),  # 3: a loop over rows
+        jump(3, "P1"),
+        op("FENCE.VIEW.ASYNC.S"),  # 5
+        jump(1, "P2"),
+        jump(0, "P3"),
+        op("EXIT"),
+    ]
+    producer = [op("STL"), op("UTMALDG.4D"), op("FENCE.VIEW.ASYNC.S"), jump(0, "P0"), op("EXIT")]
+    assert spills_of_changes(changers) == 1 + 8
+    assert spills_of_changes(producer) == 0
 
 
 def test_a_trap_ends_a_way():
