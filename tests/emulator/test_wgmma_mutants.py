@@ -276,6 +276,14 @@ MUTANTS = (
           ""),
     plant("no tile is the changers' last", "value_mod", LOST, PRODUCER, "describe(record);",
           "describe({record.tile, false, false});"),
+    plant("an item without keys is not described", "codes of keys", STUCK, PRODUCER,
+          "describe(nothing);", ""),
+    *(
+        plant(f"V of no keys released before it is handed on, {call}", call, LOST, PREFILL,
+              "ptx::wait(ring_.full_values(turn_), Parts::phase(turn_));", "{}")
+        for call in ("codes", *(f"nothing before {what}" for what in
+                                ("codes of values", "value_mod", "rope and value_mod")))
+    ),
     plant("changers hand on no record", "codes", LOST, CHANGER,
           "ring_.write_record(turn_, record);", "{}"),
     plant("each changer hands on a record", "codes", RACE, CHANGER, "Side::kKeys && first_ == 0",
