@@ -144,9 +144,9 @@ _WGMMA_CHANGED: tuple[tuple[int, tuple[Tile, ...]], ...] = (
 registers leave two groups of consumers half the keys, and above head dim 192 one group.
 
 Up to 64 rows kernels of mma.sync are taken below that, of which two blocks share a multiprocessor:
-each row would be changed for one group. The model of machine code gives tiles of 128 rows 1.2 to
-1.7 times the rate of mma.sync's if codes arrive in time (`tests/cuda/cycles.json`), but 0.8 times
-where RoPE is run over codes, byte by byte (`hook_over_codes`)."""
+each row would be changed for one group. The model of machine code gives tiles of 128 rows 1.3 to
+1.9 times the rate of mma.sync's (`tests/cuda/cycles.json`), but 0.8 times where RoPE is run over
+codes, byte by byte (`hook_over_codes`)."""
 
 WGMMA_TARGET = {"sm_90": "sm_90a"}
 """What wgmma kernels are compiled for, by the architecture that has them."""

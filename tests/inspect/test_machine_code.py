@@ -344,7 +344,7 @@ def test_products_wait_for_rows_that_are_changed():
         instructions: int, keys: bool, values: bool, coded: bool = True, buffers: int = 4
     ) -> float:
         change = [*[op("FADD", stall=4)] * instructions, op("FENCE.VIEW.ASYNC.S")]
-        changers = Changers(tuple(change * (keys + values)), keys, values, coded)
+        changers = Changers(tuple(change * (keys + values)), keys, values, (coded, coded))
         return simulate(body, H100, 1, 8, Ring(buffers, 64, changers)).cycles
 
     plain = simulate(body, H100, 1, 8, Ring(4, 64)).cycles
@@ -352,9 +352,11 @@ def test_products_wait_for_rows_that_are_changed():
     for both in (False, True):  # a turn of the loop changes one tile, or two
         assert cycles(1000, True, both) == pytest.approx(4000 * (1 + both), rel=0.05)
         assert cycles(1000, both, True) == pytest.approx(4000 * (1 + both), rel=0.05)
+    # Codes are copied over those that were changed before.
+    assert cycles(1000, True, False, buffers=2) == pytest.approx(4000 + H100.tma_latency, rel=0.01)
     # Rows that are no codes are copied over those that were multiplied.
     late = cycles(50, True, True, coded=False, buffers=2)
-    assert late > cycles(50, True, True, buffers=2) + H100.tma_latency / 2
+    assert late > cycles(50, True, True, buffers=2) + H100.tma_latency / 4
 
 
 def test_loops_over_rows_are_repeated():

@@ -31,8 +31,7 @@ def changers_of(spec: KernelSpec, code: Sequence[Instruction]) -> Changers | Non
     assert found is not None
     header, body = found
     instructions = with_rows(flow, header, body, -1, spec, _GROUP)
-    in_place = keys and not coded[0] or values and not coded[1]
-    return Changers(instructions, keys, values, not in_place)
+    return Changers(instructions, keys, values, coded)
 
 
 def with_rows(
