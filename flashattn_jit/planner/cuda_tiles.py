@@ -144,9 +144,9 @@ _WGMMA_CHANGED: tuple[tuple[int, tuple[Tile, ...]], ...] = (
 registers leave two groups of consumers half the keys, and above head dim 192 one group.
 
 Up to 64 rows kernels of mma.sync are taken below that, of which two blocks share a multiprocessor:
-each row would be changed for one group. The model of machine code gives tiles of 128 rows 1.2 to
-1.7 times the rate of mma.sync's if codes arrive in time (`tests/cuda/cycles.json`), but 0.8 times
-where RoPE is run over codes, byte by byte (`hook_over_codes`)."""
+each row would be changed for one group. The model of machine code gives tiles of 128 rows 1.3 to
+1.9 times the rate of mma.sync's (`tests/cuda/cycles.json`), but 0.8 times where RoPE is run over
+codes, byte by byte (`hook_over_codes`)."""
 
 WGMMA_TARGET = {"sm_90": "sm_90a"}
 """What wgmma kernels are compiled for, by the architecture that has them."""
@@ -372,17 +372,24 @@ def shares_well(spec: KernelSpec) -> bool:
 def step_down(spec: KernelSpec) -> tuple[KernelSpec, ...]:
     """The tiles that replace `spec`, in order, if its hooks make it spill.
 
-    They have at most its rows, so plans need no other change; those of wgmma are followed by those
-    of mma.sync. Each leaves hooks more registers than the previous one.
+    They have at most its rows, so plans need no other change. Each leaves hooks more registers than
+    the previous one. Those of wgmma are followed by the tile that calls take which TMA cannot copy,
+    and what replaces that: its warps do everything, so its registers are not compared.
     """
-    tiles = ladder(spec, row_class(spec.tile_q), spec.tile_kind == "prefill_wgmma")
+    rows, wgmma = row_class(spec.tile_q), spec.tile_kind == "prefill_wgmma"
+    tiles = [t for t in ladder(spec, rows, wgmma) if t.tile_kind == spec.tile_kind]
     shapes = [(t.tile_q, t.tile_kv, t.num_warps) for t in tiles]
     here = (spec.tile_q, spec.tile_kv, spec.num_warps)
+    if here not in shapes:
+        return ()
     steps: list[KernelSpec] = []
-    for tile in tiles[shapes.index(here) + 1 :] if here in shapes else ():
+    for tile in tiles[shapes.index(here) + 1 :]:
         if spare_registers(tile) > spare_registers(steps[-1] if steps else spec):
             steps.append(tile)
-    return tuple(steps)
+    if not wgmma:
+        return tuple(steps)
+    other = with_tile(spec, rows, tma=False)
+    return (*steps, other, *step_down(other))
 
 
 def spill_bytes(spec: KernelSpec) -> int:
@@ -406,9 +413,11 @@ def spare_registers(spec: KernelSpec) -> int:
     return budget - accumulator_registers(spec)
 
 
-def considered(chosen: KernelSpec, packed_rows: int) -> list[tuple[KernelSpec, int, bool, str]]:
+def considered(
+    chosen: KernelSpec, packed_rows: int, tma: bool
+) -> list[tuple[KernelSpec, int, bool, str]]:
     """(spec, shared bytes, chosen, reason) of the choice and of the other candidates."""
-    rows, tma = row_class(packed_rows), chosen.tile_kind != "prefill"
+    rows = row_class(packed_rows)
     others = [n for n in ROW_CLASSES if n != rows]
     why = {}
     for n in others:

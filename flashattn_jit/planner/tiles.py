@@ -355,8 +355,12 @@ def candidates(
     variant, features, tma: decide between tiles on CUDA; plain attention by default.
     """
     chosen = choose(variant or VariantIR(()), problem, target, features, tma=tma)
-    considered = cuda_tiles.considered if is_cuda(chosen.target) else _considered_on_cpu
-    return tuple(TileChoice(*c) for c in considered(chosen, problem.packed_rows))
+    considered = (
+        cuda_tiles.considered(chosen, problem.packed_rows, tma)
+        if is_cuda(chosen.target)
+        else _considered_on_cpu(chosen, problem.packed_rows)
+    )
+    return tuple(TileChoice(*c) for c in considered)
 
 
 # --- slots of a GPU ------------------------------------------------------------------------------

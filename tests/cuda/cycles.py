@@ -28,24 +28,34 @@ TABLE = Path(__file__).with_name("cycles.json")
 VARIANTS = ("plain", "causal", "alibi", "sliding_window", "soft_cap", "soft_cap_approximate")
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 HEAD_DIMS = (64, 128, 256)
+INT8, E4M3, INT4 = fa.kv.Format("int8"), fa.kv.Format("e4m3"), fa.kv.Format("int4", group=64)
+MIXED = "rope, int8 values"
 FORMATS = {
-    "int8": fa.kv.Format("int8"), "e4m3": fa.kv.Format("e4m3"),
-    "int4": fa.kv.Format("int4", group=64),
+    "int8": (INT8, INT8), "e4m3": (E4M3, E4M3), "int4": (INT4, INT4),
+    "int8 keys": (INT8, None), "int8 values": (None, INT8),
+    "e4m3 keys, int4 values": (E4M3, INT4), MIXED: (None, INT8),
 }  # fmt: skip
-"""Of keys and values, without a mask."""
+"""Of keys and of values, None: in bfloat16; without a mask."""
 
 CHANGED = (*FORMATS, "rope")
 """What changes rows of keys and values, on Hopper."""
 
 KERNELS = [(v, t, d) for d in HEAD_DIMS for t in TARGETS for v in VARIANTS]
-KERNELS += [(v, t, d) for d in HEAD_DIMS for t in TARGETS[-2:] for v in CHANGED]
+KERNELS += [
+    (v, t, d)
+    for d in HEAD_DIMS
+    for t in TARGETS[-2:]
+    for v in CHANGED
+    # Of mma.sync the model finds too few turns of a key_mod's loop over rows beside codes.
+    if (v, t) != (MIXED, "sm_90")
+]
 
 
 def predicted(name: str, target: str, head_dim: int) -> dict[str, Any]:
     """The tile of a variant's kernel for many rows, and the clocks of its loops."""
     dims = (head_dim, head_dim)
-    if kv_format := FORMATS.get(name):
-        spec = coded_spec((kv_format, kv_format), dims)
+    if formats := FORMATS.get(name):
+        spec = coded_spec(formats, dims, fa.RoPE() if name == MIXED else None)
     elif name in CHANGED:
         spec = choose_rows(ir_of(name), dims, ("bfloat16",) * 3, architecture(target), 5000)
     else:

@@ -81,7 +81,7 @@ V_UNUSED = "ptx::wait(ring_.template unused<Values>(turn), Parts::phase(turn) ^ 
 Q_FREE = "release(ring_.empty_queries(group(), num_items_));"
 Q_THERE = "ptx::wait(ring_.full_queries(group(), num_items_), Parts::query_phase(num_items_));"
 
-SENT = "      send_values({before, true, false}, turn_ - 1);\n    });"  # ends send_tiles
+SENT = "      send_values(before, turn_ - 1);\n    });"  # ends send_tiles
 COPY_TO_NOBODY = """
     ptx::wait(ring_.empty_keys(turn_), Parts::phase(turn_) ^ 1);
     if (ptx::lane_index() == 0) ptx::arrive_for_copies(ring_.full_keys(turn_), bytes_of<Keys>());
@@ -92,6 +92,11 @@ HANDED_ON = "ptx::arrive(ring_.template full<Side>(turn_));"
 HAND_ON = f"if (ptx::lane_index() == 0) {{ {RECORDS} {HANDED_ON} }}\n"
 COUNTED = "const int count = count_of(record);"
 TAKEN = "if constexpr (Side::kCoded) ptx::arrive(ring_.template taken<Side>(turn_));"
+LANDED = "ptx::wait(ring_.template landed<Side>(turn_), Parts::phase(turn_));"
+DESCRIBED = "ptx::wait(ring_.described(turn), Parts::description_phase(turn));"
+DESCRIBES = "ptx::arrive(ring_.described(turn_));"
+LANDING_RECORD = "ring_.template write_record<Records::kLandings>(turn_, record);"
+LANDING_OF_TURN = "kStages + kRuns + n % kLandings"
 
 STUCK, FLIGHT, PROXY, ORDER = ("deadlock",), ("in flight",), ("proxy",), ("fence",)
 VALUES, NAN, BOUNDS, EXIT = ("wrong",), ("NaN",), ("out of bounds",), ("exit",)
@@ -236,12 +241,49 @@ MUTANTS = (
     plant("codes copied over codes in use", "codes", (*RACE, "mbarrier"), PRODUCER, K_UNUSED, ""),
     plant("values copied over values in use", "value_mod", (*RACE, "mbarrier"), PRODUCER, V_UNUSED,
           ""),
-    plant("codes read before they have landed", "codes", LOST, CHANGER,
-          "ptx::wait(ring_.template landed<First>(turn), Parts::phase(turn));", ""),
-    plant("codes of values read before they have landed", "codes", LOST, CHANGER,
-          "ptx::wait(ring_.template landed<Values>(turn_), Parts::phase(turn_));", ""),
+    *(
+        plant(f"rows of {side} changed before they have landed, {call}", call, LOST, CHANGER,
+              LANDED, f"if ({'!' * (side == 'V')}Side::kKeys) {{}} else {LANDED}")
+        for call, side in (("codes", "K"), ("codes", "V"), ("codes of keys", "K"),
+                           ("codes of values", "V"), ("rope", "K"), ("value_mod", "V"))
+    ),
     plant("codes widened over rows in use", "codes", LOST, CHANGER,
           "ptx::wait(ring_.template empty<Side>(turn_), Parts::phase(turn_) ^ 1);", ""),
+    *(
+        mutant
+        for call in ("codes", "codes of keys", "codes of values", "rope", "value_mod")
+        for mutant in (
+            plant(f"a changers' record read before it is there, {call}", call, LOST, CHANGER,
+                  DESCRIBED, ""),
+            Mutant(f"a changers' record announced before it is written, {call}", call, RACE,
+                   ((PRODUCER, LANDING_RECORD, DESCRIBES, 0),
+                    (PRODUCER, DESCRIBES, LANDING_RECORD, 1))),
+            plant(f"a changers' record overwritten before it is read, {call}", call, RACE, RING,
+                  LANDING_OF_TURN, "kStages + kRuns + n % kStages"),
+        )
+    ),
+    plant("three records for changers of values", "codes of values", RACE, RING, LANDING_OF_TURN,
+          "kStages + kRuns + n % (kStages + 1)"),
+    plant("a barrier for two records of changers", "codes of keys", LOST, RING,
+          "kDescribed + turn % kLandings", "kDescribed + turn % kStages"),
+    plant("the parity of changers' records is not flipped", "codes of keys", LOST, RING,
+          "return turn / kLandings & 1;", "return 0;"),
+    plant("the parity of changers' records is that of stages", "codes of keys", LOST, RING,
+          "return turn / kLandings & 1;", "return phase(turn);"),
+    plant("changers' records are announced by all lanes", "codes of keys", LOST, PRODUCER,
+          f"{LANDING_RECORD}\n        {DESCRIBES}\n      }}", f"{LANDING_RECORD} }}\n{DESCRIBES}"),
+    plant("changers' records are announced by no lane", "codes of keys", STUCK, PRODUCER, DESCRIBES,
+          ""),
+    plant("no tile is the changers' last", "value_mod", LOST, PRODUCER, "describe(record);",
+          "describe({record.tile, false, false});"),
+    plant("an item without keys is not described", "codes of keys", STUCK, PRODUCER,
+          "describe(nothing);", ""),
+    *(
+        plant(f"V of no keys released before it is handed on, {call}", call, LOST, PREFILL,
+              "ptx::wait(ring_.full_values(turn_), Parts::phase(turn_));", "{}")
+        for call in ("codes", *(f"nothing before {what}" for what in
+                                ("codes of values", "value_mod", "rope and value_mod")))
+    ),
     plant("changers hand on no record", "codes", LOST, CHANGER,
           "ring_.write_record(turn_, record);", "{}"),
     plant("each changer hands on a record", "codes", RACE, CHANGER, "Side::kKeys && first_ == 0",

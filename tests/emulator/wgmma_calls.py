@@ -220,6 +220,39 @@ class SomeRequests(fa.Variant):
         return self.sees[b] > 0.5
 
 
+class KeysFrom(fa.Variant):
+    """Requests see keys from a position on that a tensor says: plans of dense calls do not know
+    which see none, kernels find no tile for them."""
+
+    first: Tensor = fa.tensor("batch", dtype=torch.int32)
+
+    def mask_mod(self, b, h, q_idx, kv_idx):
+        return kv_idx >= self.first[b]
+
+
+def nothing_before(formats: tuple[Format, Format], *what: Any, kv_len: int = 300) -> Made:
+    """A dense call whose blocks have items without tiles before others."""
+    variant: Any = KeysFrom()
+    for other in what:
+        variant = variant & other
+    params = {"first": torch.tensor([1000, 1000, 0, 20], dtype=torch.int32)}
+    rows = [normal(i, 4, h, n, 64) for i, (h, n) in enumerate(((4, 40), (2, kv_len), (2, kv_len)))]
+    q = rows[0].to(BF16)
+    k, v = (
+        f.quantize(x, heads_dim=1) if f else x.to(BF16)
+        for f, x in zip(formats, rows[1:], strict=True)
+    )
+
+    def holds(results: Results) -> None:
+        exact, eager = (
+            attention_reference(q, k, v, variant, params=params, dtype=t)[0]
+            for t in (torch.float64, BF16)
+        )
+        assert_close(results[0], exact, eager)
+
+    return Made(lambda: (fa.attention(q, k, v, variant, target=TARGET, **params),), holds)
+
+
 def first_request_sees_nothing(b, h, q_idx, kv_idx):
     """A mask whose tiles are proven empty for the first request."""
     return b >= 1
@@ -297,6 +330,12 @@ CALLS: dict[str, Callable[[], Made]] = {
         **REQUESTS, formats=(None, None), what=fa.RoPE(max_position=1024) & ScaledValues()
     ),
     "value_mod of no keys": lambda: stored((70, 9), (0, 0), (None, None), ScaledValues()),
+    "nothing before codes": lambda: nothing_before((INT8, INT8)),
+    "nothing before codes of values": lambda: nothing_before((None, INT4)),
+    "nothing before value_mod": lambda: nothing_before((None, None), ScaledValues()),
+    "nothing before rope and value_mod": lambda: nothing_before(
+        (None, None), fa.RoPE(max_position=512), ScaledValues(), kv_len=100
+    ),
     "codes 256": lambda: stored((70, 9), (150, 90), (INT8, INT8), dim=256),
     "pages 128": lambda: ragged((70, 0, 40, 9), (600, 43, 0, 430), dim=128, page_size=16),
     "pages heads first": lambda: ragged(**REQUESTS, page_size=16, layout="heads first"),

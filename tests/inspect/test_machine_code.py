@@ -16,7 +16,7 @@ from flashattn_jit.inspect.machine_code.multiprocessor import multiprocessor
 from flashattn_jit.inspect.machine_code.prediction import makespan
 from flashattn_jit.inspect.machine_code.rows import with_rows
 from flashattn_jit.inspect.machine_code.simulation import Changers, Ring, Turn, simulate
-from flashattn_jit.jit.compilation.loops import loops, once
+from flashattn_jit.jit.compilation.loops import loops, once, spills_of_changes
 from flashattn_jit.planner.devices import named_hardware
 from tests.cuda.kernels import coded_spec
 from tests.harness.toolkit import needs_nvcc
@@ -132,6 +132,23 @@ def test_spills_count_on_every_way_of_a_turn():
     ]  # fmt: skip
     (loop,) = loops(code)
     assert (loop.spills, loop.spills_among_products) == (1, 2)
+
+
+def test_spills_of_those_who_change_tiles_are_counted_in_a_turn():
+    changers = [
+        op("LDL"),  # 0: of an item
+        op("STL"),  # 1: the header of the tiles
+        jump(5, "P0"),
+        op("LDL"),  # 3: a loop over rows
+        jump(3, "P1"),
+        op("FENCE.VIEW.ASYNC.S"),  # 5
+        jump(1, "P2"),
+        jump(0, "P3"),
+        op("EXIT"),
+    ]
+    producer = [op("STL"), op("UTMALDG.4D"), op("FENCE.VIEW.ASYNC.S"), jump(0, "P0"), op("EXIT")]
+    assert spills_of_changes(changers) == 1 + 8
+    assert spills_of_changes(producer) == 0
 
 
 def test_a_trap_ends_a_way():
@@ -327,7 +344,7 @@ def test_products_wait_for_rows_that_are_changed():
         instructions: int, keys: bool, values: bool, coded: bool = True, buffers: int = 4
     ) -> float:
         change = [*[op("FADD", stall=4)] * instructions, op("FENCE.VIEW.ASYNC.S")]
-        changers = Changers(tuple(change * (keys + values)), keys, values, coded)
+        changers = Changers(tuple(change * (keys + values)), keys, values, (coded, coded))
         return simulate(body, H100, 1, 8, Ring(buffers, 64, changers)).cycles
 
     plain = simulate(body, H100, 1, 8, Ring(4, 64)).cycles
@@ -335,9 +352,11 @@ def test_products_wait_for_rows_that_are_changed():
     for both in (False, True):  # a turn of the loop changes one tile, or two
         assert cycles(1000, True, both) == pytest.approx(4000 * (1 + both), rel=0.05)
         assert cycles(1000, both, True) == pytest.approx(4000 * (1 + both), rel=0.05)
+    # Codes are copied over those that were changed before.
+    assert cycles(1000, True, False, buffers=2) == pytest.approx(4000 + H100.tma_latency, rel=0.01)
     # Rows that are no codes are copied over those that were multiplied.
     late = cycles(50, True, True, coded=False, buffers=2)
-    assert late > cycles(50, True, True, buffers=2) + H100.tma_latency / 2
+    assert late > cycles(50, True, True, buffers=2) + H100.tma_latency / 4
 
 
 def test_loops_over_rows_are_repeated():

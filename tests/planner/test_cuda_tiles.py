@@ -113,9 +113,24 @@ def test_each_step_down_leaves_hooks_more_registers(target, head_dim, head_dim_v
     kinds = [s.tile_kind for s in (chosen, *steps)]
     assert kinds == sorted(kinds, reverse=True)  # from wgmma to mma.sync, if it changes
     assert all(s.tile_q <= chosen.tile_q for s in steps)
-    spare = [spare_registers(s) for s in (chosen, *steps)]
-    assert spare == sorted(set(spare))
+    for kind in dict.fromkeys(kinds):  # registers of consumers are not those of other kernels
+        spare = [spare_registers(s) for s in (chosen, *steps) if s.tile_kind == kind]
+        assert spare == sorted(set(spare))
     assert all(fallbacks(step) == steps[i + 1 :] for i, step in enumerate(steps))
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16",) * 3, ("bfloat16", "int8", "int8")])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("rows", [60, 500])
+def test_wgmma_steps_down_to_the_tile_that_calls_without_tma_take(dtypes, head_dim, rows):
+    chosen, other = (
+        choose_rows(PLAIN, (head_dim,) * 2, dtypes, "sm_90", rows, tma=tma) for tma in (True, False)
+    )
+    if chosen.tile_kind == "prefill":  # wgmma has no tile of 64 rows where rows are changed
+        assert chosen == other
+        return
+    of_wgmma = [s for s in fallbacks(chosen) if s.tile_kind == "prefill_wgmma"]
+    assert fallbacks(chosen) == (*of_wgmma, other, *fallbacks(other))
 
 
 def test_lengths_heads_and_names_do_not_reach_the_key():
@@ -208,6 +223,9 @@ def test_tiles_whose_rows_are_changed_have_a_warpgroup_for_it(dtypes, rows, head
         options = candidates(problem(rows, *dims, dtype="float16"), "sm_90", CHANGED)
         (why,) = (c.reason for c in options if c.chosen)
         assert "not wgmma: with codes, key_mod or value_mod it has no tiles of 64 rows" in why
+        other = choose_rows(CHANGED, dims, ("float16",) * 3, "sm_90", 500)
+        assert other.tile_kind == "prefill_wgmma"
+        assert other in [c.spec for c in options], "the tile of more rows is the one they would get"
         return
     assert (spec.tile_kind, spec.tile_q) == ("prefill_wgmma", 64 * groups)
     assert spec.num_warps == 4 * (groups + 2) and spec.tile_kv == (128 if head_dim == 64 else 64)

@@ -89,9 +89,15 @@ class MachineCode:
 
     def _registers(self) -> str:
         used = self.resources
+        changes = (
+            f", {used.spills_of_changes} loads and stores in a turn of the changers"
+            if used.spills_of_changes
+            else ""
+        )
         spilled = (
             f"spills {used.spill_store_bytes} bytes stored and {used.spill_load_bytes} loaded a "
             f"thread, {used.spills_among_products or 'none'} of them among the matrix products"
+            f"{changes}"
             if used.spill_store_bytes
             else "no spills"
         )

@@ -27,12 +27,11 @@ def changers_of(spec: KernelSpec, code: Sequence[Instruction]) -> Changers | Non
     if not keys and not values:
         return None
     flow = Flow(code)
-    header, body = min(
-        (loop for loop in flow.loops() if _hands_on(flow, loop[1])), key=lambda loop: len(loop[1])
-    )
+    found = flow.changes()
+    assert found is not None
+    header, body = found
     instructions = with_rows(flow, header, body, -1, spec, _GROUP)
-    in_place = keys and not coded[0] or values and not coded[1]
-    return Changers(instructions, keys, values, not in_place)
+    return Changers(instructions, keys, values, coded)
 
 
 def with_rows(
@@ -72,8 +71,3 @@ def with_rows(
 def _values(flow: Flow[Instruction], blocks: _Blocks) -> int:
     """Single values that a loop stores, as hooks do; others store 16 bytes a lane."""
     return sum(i.opcode == "STS.U16" for start in blocks for i in flow.part(start))
-
-
-def _hands_on(flow: Flow[Instruction], blocks: _Blocks) -> bool:
-    part = [i for start in blocks for i in flow.part(start)]
-    return count(part, "FENCE") > 0 and not count(part, "HGMMA", "UTMALDG")

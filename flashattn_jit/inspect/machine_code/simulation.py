@@ -3,8 +3,7 @@
 A warp issues in order: not before the stall count of its previous instruction has passed, the
 scoreboards that it waits for are down, and the pipe is free. Copies and loads take turns at the
 load and store unit in the order of their issue, and copies then at the L2. What it leaves out: the
-instruction cache, register banks, bank conflicts, misses of the L2, power, and waits for copies of
-codes.
+instruction cache, register banks, bank conflicts, misses of the L2, and power.
 
 Products of warpgroups (wgmma) are queued as they are issued, and a scheduler's tensor core computes
 its warps' part of them one after another; a warp waits for them at WARPGROUP.DEPBAR alone. Of the
@@ -78,14 +77,18 @@ class Changers:
     """Four warps of a block that change rows of K or V between their copy and the products.
 
     body: what one warp executes for a tile of K and one of V, each of which ends with a fence
-    (FENCE). keys, values: which of the two are changed. coded: whether their copies land in buffers
-    of their own, so that a free buffer may be written at once.
+    (FENCE). keys, values: which of the two are changed. coded: of keys and of values, whether their
+    copies land in buffers of their own, which are free when the tile in them has been changed.
     """
 
     body: tuple[Instruction, ...]
     keys: bool
     values: bool
-    coded: bool
+    coded: tuple[bool, bool]
+
+    def widens(self, tile: int) -> bool:
+        """Whether the n-th tile of a ring is copied to a buffer of its own before."""
+        return self.coded[tile % 2]
 
     def changes(self, tile: int) -> bool:
         """Whether they change the n-th tile of a ring, in which K and V alternate."""
@@ -208,11 +211,12 @@ class _Simulation:
         self._landed: dict[tuple[int, int], float] = {}  # the same of one that is changed first
         self._freed: dict[tuple[int, int], int] = defaultdict(int)  # by how many warps
         self._changed: dict[tuple[int, int], int] = defaultdict(int)
+        self._room: dict[tuple[int, int], float] = {}  # when it may be changed, if it has landed
         if self._ring:
             changers = self._ring.changers
             for tile in ((b, n) for b in range(blocks) for n in range(self._ring.buffers)):
                 first = self._landed if changers and changers.changes(tile[1]) else self._filled
-                first[tile] = 0.0
+                first[tile] = self._room[tile] = 0.0
         self._machine = machine
         self._warps_of_block = warps
         apart = max(1.0, sum(o.stall for o in self._body) / blocks)
@@ -301,10 +305,10 @@ class _Simulation:
                 if filled > time:
                     time, cause = filled, "tiles"
             if op.begins_change:
-                landed = self._landed.get((warp.block, warp.taken))
-                if landed is None:
+                tile = (warp.block, warp.taken)
+                if tile not in self._landed or tile not in self._room:
                     continue
-                time = max(time, landed)
+                time = max(time, self._landed[tile], self._room[tile])
             if op.takes_turn and warp.turns_given[0] > time:
                 time, cause = warp.turns_given[0], "turn"
             for board in op.waits:
@@ -378,7 +382,7 @@ class _Simulation:
             case "WARPGROUP" if op.takes_tile:
                 warp.taken += 1
             case "FENCE" if op.ends_change and self._ring and self._ring.changers:
-                return self._hand_on(self._ring.changers, warp, time)
+                return self._hand_on(self._ring, self._ring.changers, warp, time)
             case "SYNCS" if op.frees_tile and self._ring:
                 return self._free_tile(self._ring, warp, time)
             case "BAR" if op.takes_turn:
@@ -413,27 +417,36 @@ class _Simulation:
         if self._freed.get(tile) != self._warps_of_block:
             return False
         del self._freed[tile], self._filled[tile]
+        there = (warp.block, tile[1] + ring.buffers)
+        changers = ring.changers
+        if changers is None or not changers.changes(there[1]):
+            self._filled[there] = self._copied(ring, time)
+            return True
+        self._room[there] = time
+        if not changers.widens(there[1]):
+            self._landed[there] = self._copied(ring, time)
+        return True
+
+    def _copied(self, ring: Ring, time: float) -> float:
+        """When a tile arrives whose copy starts now."""
         moved = ring.bytes / self._machine.l2_bytes
         self._l2 = max(self._l2, time) + moved
         self._busy["l2"] += moved
         self._busy["shared"] += ring.bytes / SHARED_BYTES
-        there = (warp.block, tile[1] + ring.buffers)
-        arrives = self._l2 + self._machine.tma_latency
-        if ring.changers and ring.changers.changes(there[1]):
-            self._landed[there] = time if ring.changers.coded else arrives
-        else:
-            self._filled[there] = arrives
-        return True
+        return self._l2 + self._machine.tma_latency
 
-    def _hand_on(self, changers: Changers, warp: _Warp, time: float) -> bool:
-        """A warp has changed its rows of a tile; the last one hands the tile on."""
+    def _hand_on(self, ring: Ring, changers: Changers, warp: _Warp, time: float) -> bool:
+        """A warp has changed its rows of a tile; the last one hands the tile on, and starts the
+        copy of a later one to the buffer of its codes."""
         tile = (warp.block, warp.taken)
         warp.taken = changers.following(warp.taken)
         self._changed[tile] += 1
         if self._changed[tile] != SCHEDULERS:
             return False
-        del self._changed[tile], self._landed[tile]
+        del self._changed[tile], self._landed[tile], self._room[tile]
         self._filled[tile] = time + self._machine.barrier
+        if changers.widens(tile[1]):
+            self._landed[warp.block, tile[1] + ring.buffers] = self._copied(ring, time)
         return True
 
     def _execute(self, s: int, op: _Op, time: float) -> float:

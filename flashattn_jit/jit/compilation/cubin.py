@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...codegen.targets import sm_version
-from .loops import JUMPS, loops
+from .loops import JUMPS, loops, spills_of_changes
 
 ELF = b"\x7fELF"
 _CUDA_MACHINE = 190
@@ -26,6 +26,7 @@ _IF_DIVERGENT = 2  # in bits 32 and 33 of a branch: BRA.DIV, for warps that have
 
 _NAMES = {
     0x23C: "HMMA", 0x9F0: "HGMMA", 0xDF0: "HGMMA", 0x9C5: "WARPGROUP",
+    0x3C6: "FENCE", 0x5B4: "UTMALDG",
     0x983: "LDL", 0x387: "STL", 0xFAE: "LDGSTS", _UNIFORM_COPY: "LDGSTS",
     0x947: "BRA", _UNIFORM_BRANCH: "BRA", 0x94D: "EXIT", 0x950: "RET", 0x949: "BRX",
     0x95C: "BPT",
@@ -71,13 +72,14 @@ def decode(artifact: bytes, target: str) -> dict[str, tuple[Decoded, ...]]:
     }
 
 
-def spills_among_products(artifact: bytes, target: str) -> dict[str, int]:
-    """Loads and stores of local memory between the first and the last matrix instruction of a loop.
+def spills_in_loops(artifact: bytes, target: str) -> dict[str, tuple[int, int]]:
+    """Loads and stores of local memory between the first and the last matrix instruction of a loop,
+    and in the loop of those who change tiles for it (`spills_of_changes`).
 
     By the name of each kernel that multiplies in loops: of the loop that has most, on any way.
     """
     return {
-        name: max(loop.spills_among_products for loop in found)
+        name: (max(loop.spills_among_products for loop in found), spills_of_changes(code))
         for name, code in decode(artifact, target).items()
         if (found := loops(code))
     }

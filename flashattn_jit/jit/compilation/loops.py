@@ -1,4 +1,5 @@
-"""The loops of a kernel that multiply matrices, and the instructions that one turn issues."""
+"""The loops of a kernel that multiply matrices, or that change tiles for those that do, and the
+instructions that one turn issues."""
 
 from __future__ import annotations
 
@@ -36,6 +37,10 @@ _PRODUCTS_AND_WAITS = (*PRODUCTS, "WARPGROUP")
 """Products of a warpgroup are in flight until WARPGROUP.DEPBAR."""
 
 _SPILLS = ("LDL", "STL")
+
+_ROWS = 8
+"""Turns of a loop over the rows of a tile that a changer makes: of a quarter of 128 keys, eight at
+once; or of those that are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,19 @@ def loops(
             spills = graph.spills_among_products(header, body)
             found.append(Loop(shortest, longest, spills))
     return found
+
+
+def spills_of_changes(code: Sequence[Operation]) -> int:
+    """Loads and stores of local memory in a turn of the loop over the tiles that changers change
+    (`wgmma/changer.h`), on all ways together, and of loops in it `_ROWS` times. 0 without changers.
+    """
+    graph = Flow(code)
+    header, body = graph.changes() or (0, frozenset[int]())
+    inner = [blocks for start, blocks in graph.loops() if start != header and start in body]
+    return sum(
+        count(graph.part(start), *_SPILLS) * (_ROWS if any(start in b for b in inner) else 1)
+        for start in body
+    )
 
 
 def once(code: Sequence[Op], repeats: bool = False) -> tuple[Op, ...]:
@@ -165,6 +183,16 @@ class Flow(Generic[Op]):
                 body.add(start)
                 stack += self._before.get(start, [])
         return frozenset(body)
+
+    def changes(self) -> tuple[int, frozenset[int]] | None:
+        """The loop over the tiles that changers change, as `loops` has it: what fences its writes
+        for wgmma and neither multiplies nor copies tiles. None without changers."""
+        found = (
+            loop
+            for loop in self.loops()
+            if self._has(("FENCE",), loop[1]) and not self._has((*PRODUCTS, "UTMALDG"), loop[1])
+        )
+        return min(found, key=lambda loop: len(loop[1]), default=None)
 
     def multiplies(self, body: Iterable[int]) -> bool:
         """Whether one of the blocks has a matrix instruction."""

@@ -6,7 +6,8 @@ beyond its budget shows as spills and stack frames.
 
 A kernel that multiplies matrices may spill a little where that buys a larger tile (`spill_bytes` of
 its request): the stores and loads cost a few issue slots of a loop's turn, if none of them lies
-among the products, where warps wait for each other's results (`cubin.spills_among_products`).
+among the products, where warps wait for each other's results, and few among the changes of tiles
+(`cubin.spills_in_loops`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from flashattn_jit.codegen.budget import MAX_REGISTERS, WARP, limits, register_limit
-from flashattn_jit.jit.compilation.cubin import spills_among_products
+from flashattn_jit.codegen.budget import (
+    CHANGE_SPILLS,
+    MAX_REGISTERS,
+    WARP,
+    limits,
+    register_limit,
+)
+from flashattn_jit.jit.compilation.cubin import spills_in_loops
 
 _ENTRY = re.compile(r"^ptxas info\s*: Compiling entry function '(\S+)' for")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -40,6 +47,7 @@ class KernelResources:
     stack_bytes: local memory of the kernel and of every function that it calls. shared_bytes:
     static shared memory; the launch adds the dynamic part. spills_among_products: loads and stores
     of local memory between the products of a loop; None without local memory or without products.
+    spills_of_changes: those of a turn of the loop that changes rows for wgmma.
     """
 
     name: str
@@ -51,15 +59,18 @@ class KernelResources:
     constant_bytes: int
     barriers: int
     spills_among_products: int | None = None
+    spills_of_changes: int = 0
 
     @property
-    def spills_outside_products(self) -> bool:
-        """Whether its local memory is spilled registers alone, none used among products."""
+    def spills_outside_loops(self) -> bool:
+        """Whether its local memory is spilled registers alone, none used among products and few
+        where rows are changed."""
         # ptxas rounds stack frames up to 8 bytes; every spilled register is stored at least once.
         # An array shows, unless registers are stored several times; kernels have no arrays that
         # are indexed at run time.
         spilled = -(-self.spill_store_bytes // 8) * 8
-        return self.spills_among_products == 0 and self.stack_bytes <= spilled
+        seldom = self.spills_among_products == 0 and self.spills_of_changes <= CHANGE_SPILLS
+        return seldom and self.stack_bytes <= spilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +115,14 @@ class Report:
 def check(report: KernelResources, budget: Budget, spill_bytes: int = 0) -> list[str]:
     """What a kernel uses beyond its budget, which has no local memory but that for spills."""
     complaints = []
-    allowed = report.spills_outside_products and report.stack_bytes <= spill_bytes
+    allowed = report.spills_outside_loops and report.stack_bytes <= spill_bytes
     if not allowed and (report.spill_store_bytes or report.spill_load_bytes):
-        among = report.spills_among_products
+        among, changes = report.spills_among_products, report.spills_of_changes
         complaints.append(
             f"{report.name} spills registers: {report.spill_store_bytes} bytes stored, "
             f"{report.spill_load_bytes} bytes loaded"
             + (f", {among} loads and stores among the products of a loop" if among else "")
+            + (f", {changes} where rows are changed" if changes > CHANGE_SPILLS else "")
         )
     if not allowed and report.stack_bytes:
         complaints.append(f"{report.name} uses {report.stack_bytes} bytes of local memory")
@@ -130,9 +142,11 @@ def read_report(output: str, ptx: str, target: str, artifact: bytes) -> Report:
     """The report in what nvcc said with `--ptxas-options=-v`, budgets from the kernels' PTX."""
     kernels = parse_ptxas(output)
     if any(k.stack_bytes for k in kernels):
-        among = spills_among_products(artifact, target)
+        found = spills_in_loops(artifact, target)
         kernels = tuple(
-            replace(k, spills_among_products=among.get(k.name)) if k.stack_bytes else k
+            replace(k, spills_among_products=found[k.name][0], spills_of_changes=found[k.name][1])
+            if k.stack_bytes and k.name in found
+            else k
             for k in kernels
         )
     return Report(

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from flashattn_jit.codegen.budget import CHANGE_SPILLS
 from flashattn_jit.inspect.machine_code.disassembly import nvdisasm
-from flashattn_jit.jit.compilation.loops import count, loops
+from flashattn_jit.jit.compilation.loops import count, loops, spills_of_changes
 from flashattn_jit.planner.cuda_tiles import against_wgmma
 from flashattn_jit.variants.reference import attention_reference
 from tests.batch.oracle import Math
 from tests.cuda.hopper.test_machine_code_wgmma import code_of
 from tests.cuda.kernels import by_mma_sync, coded_spec, compiled
-from tests.cuda.test_compile import assert_clean
+from tests.cuda.test_compile import KERNEL, assert_clean
 from tests.emulator.test_wgmma_mutants import kinds_that_run
 from tests.emulator.wgmma_calls import (
     BF16,
@@ -122,6 +123,7 @@ KERNELS = [
         ((INT8, INT8), None),
         ((E4M3, E4M3), fa.Causal()),
         ((INT4, NF4), fa.Causal() & fa.SoftCap(30.0)),
+        ((INT4, INT4), None),
         ((INT8, None), fa.SlidingWindow(100)),
         ((None, E4M3), fa.RoPE() & fa.Causal()),
         ((None, None), fa.RoPE()),
@@ -141,6 +143,8 @@ def test_resources_and_machine_code(formats: Any, variant: Any, dim: int) -> Non
     if nvdisasm() is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
     code = code_of(kernel)
+    changes = spills_of_changes(code)
+    assert kernel.report.kernel(KERNEL).spills_of_changes == changes <= CHANGE_SPILLS
     found = loops(code)
     assert len(found) == 2, "full tiles and partial ones have a loop each"
     for loop in found:
@@ -154,10 +158,10 @@ def test_resources_and_machine_code(formats: Any, variant: Any, dim: int) -> Non
     *others, consumers = at["USETMAXREG"]
     assert len(others) == (2 if spec.tile_q == 128 else 1)
     assert others[0] < min(at["UTMALDG"]) and max(at["UTMALDG"]) < consumers < min(at["HGMMA"])
-    changes = [n for n in at["FENCE.VIEW.ASYNC"] if others[-1] < n < consumers]
+    fences = [n for n in at["FENCE.VIEW.ASYNC"] if others[-1] < n < consumers]
     hooks = ("key_mod", "value_mod")
     sides = sum(f is not None or spec.variant.has(h) for f, h in zip(formats, hooks, strict=True))
-    assert spec.tile_q == 64 or len(changes) == sides
+    assert spec.tile_q == 64 or len(fences) == sides
     assert not count(code[consumers:], "UTMALDG")
 
 

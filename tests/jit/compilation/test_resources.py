@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit.codegen.budget import CHANGE_SPILLS
 from flashattn_jit.jit.compilation.ptxas_report import (
     Budget,
     KernelResources,
@@ -121,6 +122,8 @@ SPILLED = {
         ({}, 23, False),
         ({}, 0, False),
         ({"spills_among_products": 1}, 64, False),
+        ({"spills_of_changes": CHANGE_SPILLS}, 24, True),
+        ({"spills_of_changes": CHANGE_SPILLS + 1}, 64, False),
         ({"spills_among_products": None}, 64, False),  # a kernel without products in loops
         ({"stack_bytes": 32}, 64, False),  # more than was spilled: an array
         ({"registers": 129}, 64, False),
@@ -134,7 +137,7 @@ def test_spills_outside_of_products_may_be_allowed(
     assert (check(kernel, budget, allowance) == []) is within
     report = Report((kernel, clean()), {"k": budget})
     needs = report.spill_bytes
-    assert needs == (24 if change == {} else None)
+    assert needs == (24 if change in ({}, {"spills_of_changes": CHANGE_SPILLS}) else None)
     assert needs is None or report.complaints(needs) == []
 
 
@@ -143,6 +146,12 @@ def test_a_spill_among_products_is_said() -> None:
     assert (
         "3 loads and stores among the products of a loop" in check(kernel, Budget(1, 128, 512))[0]
     )
+
+
+def test_spills_where_rows_are_changed_are_said() -> None:
+    kernel = replace(clean(), **SPILLED | {"spills_of_changes": CHANGE_SPILLS + 1})
+    said = check(kernel, Budget(1, 128, 512), 64)[0]
+    assert said.endswith(f"36 bytes loaded, {CHANGE_SPILLS + 1} where rows are changed")
 
 
 def test_a_report_survives_its_file(tmp_path: Path) -> None:

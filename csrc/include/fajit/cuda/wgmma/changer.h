@@ -13,7 +13,8 @@
 //     numbers of V(n) | widen K(n) | numbers of K(n+1) | widen V(n) | numbers of V(n+1) | ...
 //
 // The numbers of codes (scales, zero points) are loaded before the rows of another side or tile are
-// widened, which hides their latency; not where rows of K that are no codes are changed.
+// changed, which hides their latency. For that a tile's record is enough: only a change waits for
+// the bytes.
 #pragma once
 #include <fajit/cuda/params.h>
 #include <fajit/cuda/tile/hook_rows.h>
@@ -27,7 +28,7 @@ class Changer {
   using Parts = Ring<Config, Hooks>;
   using Keys = typename Parts::KeyChanges;
   using Values = typename Parts::ValueChanges;
-  // The side whose copies bring the records; the other one, of the same tile, comes behind it.
+  // The side that is changed first; the other one, of the same tile, comes behind it.
   using First = typename Select<Keys::kAny, Keys, Values>::Type;
   static constexpr bool kBoth = Keys::kAny && Values::kAny;
   static constexpr int kRows = Parts::kChangedRows;
@@ -56,12 +57,9 @@ class Changer {
  private:
   template <class Side>
   using HeldOf = typename Side::Widen::Held;
-  // Whether a tile is looked at while the one before is changed: rows in a stage of K or V are only
-  // there when the consumers have freed it.
-  static constexpr bool kAhead = First::kCoded;
 
   FAJIT_DEV void change_tiles() {
-    TileRecord now = landed_tile(turn_);
+    TileRecord now = described_tile(turn_);
     HeldOf<First> held = load<First>(now);
     [[maybe_unused]] HeldOf<Values> held_values{};
 #pragma unroll 1
@@ -69,34 +67,28 @@ class Changer {
       TileRecord next = now;
       const auto look_ahead = [&] {
         if (now.last) return;
-        next = landed_tile(turn_ + 1);
+        next = described_tile(turn_ + 1);
         held = load<First>(next);
       };
       put<First>(
           held);  // `held` may be the next tile's below: of it `change` uses the codebook alone
-      if constexpr (kBoth && kAhead && Values::kCoded) held_values = landed_values(now);
-      if constexpr (!kBoth && kAhead) look_ahead();
+      if constexpr (kBoth) held_values = load<Values>(now);
+      if constexpr (!kBoth && First::kCoded) look_ahead();
       change<First>(now, held);
       if constexpr (kBoth) {
-        if constexpr (kAhead) look_ahead();
-        if constexpr (!kAhead || !Values::kCoded) held_values = landed_values(now);
+        if constexpr (First::kCoded) look_ahead();
         put<Values>(held_values);
         change<Values>(now, held_values);
       }
       ++turn_;
       if (now.last) break;
-      now = kAhead ? next : landed_tile(turn_);
+      now = First::kCoded ? next : described_tile(turn_);
     }
   }
 
-  // The record of a turn's tile, whose rows of the first side have landed.
-  FAJIT_DEV TileRecord landed_tile(uint32_t turn) const {
-    ptx::wait(ring_.template landed<First>(turn), Parts::phase(turn));
+  FAJIT_DEV TileRecord described_tile(uint32_t turn) const {
+    ptx::wait(ring_.described(turn), Parts::description_phase(turn));
     return ring_.template read_record<Records::kLandings>(turn);
-  }
-  FAJIT_DEV HeldOf<Values> landed_values(const TileRecord& now) const {
-    ptx::wait(ring_.template landed<Values>(turn_), Parts::phase(turn_));
-    return load<Values>(now);
   }
 
   // The rows of this warp that are keys; an item without tiles has a tile without keys.
@@ -126,10 +118,13 @@ class Changer {
   FAJIT_DEV unsigned char* stage(int begin, int bytes) const {  // of this turn
     return ring_.shared + begin + turn_ % Parts::kStages * bytes;
   }
-  // Changes the rows of a tile and hands it on.
+  // Changes the rows of a tile, when they have landed, and hands it on.
   template <class Side>
   FAJIT_DEV void change(const TileRecord& record, const HeldOf<Side>& held) const {
-    ptx::wait(ring_.template empty<Side>(turn_), Parts::phase(turn_) ^ 1);
+    ptx::wait(ring_.template landed<Side>(turn_), Parts::phase(turn_));
+    // Rows that are no codes have landed where they stay.
+    if constexpr (Side::kCoded)
+      ptx::wait(ring_.template empty<Side>(turn_), Parts::phase(turn_) ^ 1);
     unsigned char* const tile =
         stage(Side::kKeys ? Parts::kKBegin : Parts::kVBegin, Side::Layout::kBytes);
     const int count = count_of(record);

@@ -93,12 +93,12 @@ class Producer {
           more = run.end - begin > kTileKv;
           const KvTile tile{begin, cut(begin, kTileKv, run.end), run.full};
           send_keys({tile, !more && last_run, false});
-          if (before.valid()) send_values({before, false, false}, turn_ - 1);
+          if (before.valid()) send_values(before, turn_ - 1);
           before = tile;
           ++turn_;
         }
       }
-      send_values({before, true, false}, turn_ - 1);
+      send_values(before, turn_ - 1);
     });
   }
 
@@ -180,12 +180,24 @@ class Producer {
     return place;
   }
 
-  // Of rows that are changed, changers read the record, with the keys if these are changed too.
+  // Tells the changers which tile comes next, before its copies.
+  FAJIT_DEV void describe([[maybe_unused]] const TileRecord& record) const {
+    if constexpr (Parts::kChanges) {
+      if (ptx::lane_index() == 0) {
+        ring_.template write_record<Records::kLandings>(turn_, record);
+        ptx::arrive(ring_.described(turn_));
+      }
+      __syncwarp();
+    }
+  }
+
+  // Changers of keys hand on their record with the keys.
   FAJIT_DEV void send_keys(const TileRecord& record) const {
+    describe(record);
     const uint32_t full = ring_.template copied<Keys>(turn_);
     ptx::wait(ring_.template unused<Keys>(turn_), Parts::phase(turn_) ^ 1);
     if (ptx::lane_index() == 0) {
-      ring_.template write_record<Keys::kAny ? Records::kLandings : Records::kTiles>(turn_, record);
+      if constexpr (!Keys::kAny) ring_.write_record(turn_, record);
       ptx::arrive_for_copies(full, bytes_of<Keys>());
     }
     __syncwarp();
@@ -193,19 +205,14 @@ class Producer {
                full, place_.first_row + record.tile.begin, place_.k_head, place_.k_request);
   }
 
-  FAJIT_DEV void send_values(const TileRecord& record, uint32_t turn) {
-    const KvTile& tile = record.tile;
+  FAJIT_DEV void send_values(const KvTile& tile, uint32_t turn) {
     ptx::wait(ring_.template unused<Values>(turn), Parts::phase(turn) ^ 1);
     // Whether rows of the boxes are in the tensor, but no keys of the request. Changers clear those
     // that they change.
     const bool cuts = !Values::kAny && tile.end - tile.begin < kTileKv &&
                       (Config::kPaged || place_.first_row + tile.end < a_.kv_rows);
     const uint32_t barrier = cuts ? ring_.landed() : ring_.template copied<Values>(turn);
-    if (ptx::lane_index() == 0) {
-      if constexpr (Values::kAny && !Keys::kAny)
-        ring_.template write_record<Records::kLandings>(turn, record);
-      ptx::arrive_for_copies(barrier, bytes_of<Values>());
-    }
+    if (ptx::lane_index() == 0) ptx::arrive_for_copies(barrier, bytes_of<Values>());
     __syncwarp();
     copy<Values>(Values::kCoded ? ring_.template codes<Values>(turn) : ring_.values(turn),
                  params_.maps.v, barrier, place_.first_row + tile.begin, place_.v_head,
@@ -260,13 +267,12 @@ class Producer {
 
   // The record of an item without tiles.
   FAJIT_DEV void send_nothing() {
+    const TileRecord nothing{{0, 0, false}, true, true};
+    describe(nothing);
     ptx::wait(ring_.template unused<Keys>(turn_), Parts::phase(turn_) ^ 1);
     ptx::wait(ring_.template unused<Values>(turn_), Parts::phase(turn_) ^ 1);
     if (ptx::lane_index() == 0) {
-      const TileRecord nothing{{0, 0, false}, true, true};
       if constexpr (!Keys::kAny) ring_.write_record(turn_, nothing);
-      if constexpr (Parts::kChanges)
-        ring_.template write_record<Records::kLandings>(turn_, nothing);
       ptx::arrive(ring_.template copied<Keys>(turn_));
       ptx::arrive(ring_.template copied<Values>(turn_));
     }

@@ -17,9 +17,16 @@
 // Rows that are changed on their way (see changer.h) have a copy of their own: codes land in stages
 // beside K and V, other rows in their stage of K or V. The changers hand the tile on.
 //
+//             described: 1 arrival, by the producer, when the changers' record is written
 //             landed: 1 arrival, by the producer, and the bytes of the boxes
 //             taken: of codes, an arrival by each warp of the changers
 //             full: an arrival by each warp of the changers
+//
+// The changers' record of a tile is written before the producer waits for a stage, so changers can
+// load the numbers of its codes before the bytes are there. Turn n uses record n % kLandings. The
+// producer writes it after it has started the copies of K of turn n - 1 and of V of turn n - 2, for
+// which it had waited until the changers were done with K of turn n - 1 - kStages, or with V of
+// turn n - 2 - kStages. By then each of them had read the record of turn n - kLandings.
 //
 // Q of the block's n-th item is in stage n % kQueryStages. With two stages, the queries of an item
 // are loaded while the one before is computed, and its results leave through its own stage.
@@ -57,6 +64,8 @@ struct Ring {
   using VLayout = typename ValueChanges::Layout;
   using Walk = KvWalk<Config, Hooks, Config::kTileKv, Config::kTileKv>;
   static constexpr int kRuns = Walk::kChunks ? 4 : 0;  // found ahead; 0: found where they are sent
+  static constexpr int kLandings = kChanges ? 2 * kStages : 0;  // records of tiles for changers
+  static_assert(!kChanges || kLandings >= kStages + 2, "see above");
 
   // Shared memory: Q stages, K stages, V stages, stages of their codes; then barriers, records of
   // tiles, of runs and of changers' tiles, the work item of each warp, the producer's walk, scratch
@@ -69,11 +78,11 @@ struct Ring {
   static constexpr int kQueryBarriers = kGroups * kQueryStages;  // full, and as many empty
   static constexpr int kLanded = 4 * kStages + 2 * kQueryBarriers;
   static constexpr int kChangesBegin = kLanded + 1 + 2 * kRuns;
-  static constexpr int kBarriers = kChangesBegin + (kChanges ? 4 * kStages : 0);
+  static constexpr int kDescribed = kChangesBegin + 4 * kStages;
+  static constexpr int kBarriers = kChanges ? kDescribed + kLandings : kChangesBegin;
   static constexpr int kRecordsBegin =
       round_up(kBarriersBegin + kBarriers * ptx::kBarrierBytes, 16);
-  static constexpr int kItemsBegin =
-      kRecordsBegin + (kStages + kRuns + (kChanges ? kStages : 0)) * 16;
+  static constexpr int kItemsBegin = kRecordsBegin + (kStages + kRuns + kLandings) * 16;
   static constexpr int kWalkBegin = kItemsBegin + Config::kWarps * int{sizeof(fajit_work)};
   static constexpr int kTempsBegin = kWalkBegin + Walk::kSharedBytes;
   // Of changers: their warps, the rows of a tile that each changes, and floats of its numbers,
@@ -121,6 +130,11 @@ struct Ring {
   }
   static FAJIT_DEV uint32_t run_phase(uint32_t n) { return n / kRuns & 1; }
 
+  FAJIT_DEV uint32_t described(uint32_t turn) const {
+    return barrier(kDescribed + turn % kLandings);
+  }
+  static FAJIT_DEV uint32_t description_phase(uint32_t turn) { return turn / kLandings & 1; }
+
   // Of K or of V (`Changes`), by turn. landed: its copies to changers are complete; taken: codes
   // have been read; copied: the barrier that copies complete; unused: that of stages to copy to.
   template <class Side>
@@ -162,7 +176,7 @@ struct Ring {
       const bool of_queries = i >= 4 * kStages && i < kLanded;
       const bool of_changers = (i < kStages && KeyChanges::kAny) ||
                                (i >= kStages && i < 2 * kStages && ValueChanges::kAny) ||
-                               i >= kChangesBegin + 2 * kStages;  // full, taken
+                               (i >= kChangesBegin + 2 * kStages && i < kDescribed);
       const int arrivals = empties                            ? kConsumerWarps
                            : of_changers                      ? ptx::kGroupWarps
                            : !of_queries                      ? 1
@@ -180,7 +194,7 @@ struct Ring {
     ptx::store_words(record<kOf>(n), static_cast<uint32_t>(r.tile.begin),
                      static_cast<uint32_t>(r.tile.end), flags, 0);
   }
-  // After a wait for full_keys, landed or full_run.
+  // After a wait for full_keys, described or full_run.
   template <Records kOf = Records::kTiles>
   FAJIT_DEV TileRecord read_record(uint32_t n) const {
     uint32_t words[4];
@@ -213,7 +227,7 @@ struct Ring {
   FAJIT_DEV uint32_t record(uint32_t n) const {
     if constexpr (kOf == Records::kRuns) return address(kRecordsBegin) + (kStages + n % kRuns) * 16;
     if constexpr (kOf == Records::kLandings)
-      return address(kRecordsBegin) + (kStages + kRuns + n % kStages) * 16;
+      return address(kRecordsBegin) + (kStages + kRuns + n % kLandings) * 16;
     return address(kRecordsBegin) + n % kStages * 16;
   }
 };
