@@ -30,7 +30,7 @@ All variables start with FLASHATTN_JIT_.
 * `FLASHATTN_JIT_RECORD`: file to which the manifest of the kernels that ran is written when the
   process ends. Default: none.
 * `FLASHATTN_JIT_TARGET`: target of calls on CPU tensors that name none: a CPU target that this
-  machine runs. Default: the highest that it runs.
+  machine runs. Default: the machine's own, see docs/guides/cpus.md.
 
 Each is read when it is needed, so a change takes effect without a restart. The kernel templates and
 headers are in a checkout, or inside an installed package.

@@ -85,9 +85,10 @@ def source(folder: Path | None) -> Source:
     def opened() -> Engine:
         if folder is None:
             raise NotAvailable("--vllm names no folder")
-        library = _LIBRARIES.get(env.target() or host_targets()[-1])
+        target = env.target() or host_targets()[-1]
+        library = _LIBRARIES.get(target)
         if library is None:
-            raise NotAvailable(f"it has no kernels for {default_target()}")
+            raise NotAvailable(f"it has no kernels for {target}")
         try:
             torch.ops.load_library(str(folder / "vllm" / library))
         except OSError as error:

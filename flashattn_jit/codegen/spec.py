@@ -103,7 +103,7 @@ def host_target() -> str:
 
 @cache
 def host_targets() -> tuple[str, ...]:
-    """The CPU targets that this machine runs, a few of which may be wider than `host_target`."""
+    """The CPU targets that this machine runs; those after `host_target` are slower here."""
     return runnable_cpu_targets(_C.cpu_features())
 
 

@@ -71,8 +71,8 @@ CPU_ROWS = {
         ),
     )
 }  # fmt: skip
-"""By name. A row stands after those that it includes, and a machine takes the last that it runs, or
-that it runs fast."""
+"""By name. A row stands after those that it includes, and a machine takes the last that it runs and
+whose `fast_with` it reports."""
 
 CPU_TARGETS = tuple(CPU_ROWS)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.spec import default_target, host_targets, matrix_dtype
+from ..codegen.spec import default_target, host_target, host_targets, matrix_dtype
 from ..codegen.targets import CPU_ROWS, has_amx
 from ..errors import InputError
 from ..ops.attention import run_dense
@@ -45,7 +45,7 @@ _LEAST_MFLOP = {
     # On CPUs with AMX torch's own products of bf16 are fast.
     "bf16 on AMX": (30, 15, 40, 30),
     "bf16, AMX not used": (30, 30, 1000, 50),
-    # On Intel's CPUs without AMX, where the engine multiplies in fp32 and torch does not.
+    # Where the CPU has AVX512-BF16, but its own target has not: torch uses it.
     "bf16, in fp32": (60, 10, 50, 8),
 }
 """The smallest calls, in 1e6 floating-point operations, in which the engine is at least as fast as
@@ -58,19 +58,27 @@ _LEAST_GROUPED_MFLOP = (4, 16, 16, 16)  # at most these where heads share keys
 def least_flops(dtype: torch.dtype, q_len: int, grouped: bool) -> float:
     """The floating-point operations of the smallest call in which the engine is faster."""
     column = bisect.bisect_left(_COLUMNS, q_len)
-    kind = "float32" if dtype == _FP32 else _kind(dtype, default_target(), host_targets())
+    kind = (
+        "float32"
+        if dtype == _FP32
+        else _kind(dtype, default_target(), host_target(), host_targets())
+    )
     least = _LEAST_MFLOP[kind][column]
     return 1e6 * (min(least, _LEAST_GROUPED_MFLOP[column]) if grouped else least)
 
 
 @functools.cache
-def _kind(dtype: torch.dtype, target: str, host: tuple[str, ...]) -> str:
-    """The row of `_LEAST_MFLOP` for calls in a dtype of 16 bits. host: what this machine runs."""
-    in_fp32 = matrix_dtype(target, str(dtype).removeprefix("torch.")) == "float32"
-    if dtype == torch.bfloat16 and any(map(has_amx, host)):
+def _kind(dtype: torch.dtype, target: str, host: str, runs: tuple[str, ...]) -> str:
+    """The row of `_LEAST_MFLOP` for calls in a dtype of 16 bits.
+
+    host: this machine's own target. runs: all that it runs.
+    """
+    if dtype == torch.bfloat16 and has_amx(host):
         return "bf16 on AMX" if has_amx(target) else "bf16, AMX not used"
-    if dtype == torch.bfloat16 and in_fp32 and any(CPU_ROWS[name].bf16_rate for name in host):
-        return "bf16, in fp32"
+    has_bf16 = any(CPU_ROWS[name].bf16_rate for name in runs)
+    if dtype == torch.bfloat16 and has_bf16 and not CPU_ROWS[host].bf16_rate:
+        return "bf16, in fp32" if target == host else "bf16, AMX not used"
+    in_fp32 = matrix_dtype(target, str(dtype).removeprefix("torch.")) == "float32"
     return "16 bits, in fp32" if in_fp32 else "16 bits"
 
 

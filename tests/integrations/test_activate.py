@@ -193,16 +193,23 @@ def test_what_is_too_small_depends_on_the_call(monkeypatch: pytest.MonkeyPatch) 
     assert least(fp16, 1, False) < least(fp32, 1, False) == least(fp32, 8, False)
     assert least(fp32, 9, False) == least(fp32, 32, False) > least(fp32, 33, False)
     assert least(fp32, 2, True) < least(fp32, 2, False)
-    for host, target, as_fp16, torch_is_fast in (
-        ("cpu:avx512_bf16", "cpu:avx512_bf16", False, False),
-        ("cpu:avx2", "cpu:avx2", True, False),
-        ("cpu:avx512_vnni", "cpu:avx512_vnni", True, False),
-        # torch is fast where the CPU has its instructions, whatever the engine's target is.
-        ("cpu:avx512_bf16", "cpu:avx512_vnni", False, True),
-        ("cpu:amx_bf16", "cpu:amx_bf16", False, True),
-        ("cpu:amx_bf16", "cpu:avx512_bf16", False, True),
+    avx512, vnni, wide, amx = (
+        f"cpu:{t}" for t in ("avx512", "avx512_vnni", "avx512_bf16", "amx_bf16")
+    )
+    # What the machine runs, its own target, and that of calls.
+    for runs, host, target, as_fp16, torch_is_fast in (
+        (wide, wide, wide, False, False),
+        (wide, wide, avx512, True, False),
+        (avx512, avx512, avx512, True, False),
+        (vnni, vnni, vnni, True, False),
+        # torch is fast where Intel's CPUs have its instructions, whatever the engine's target is.
+        (wide, vnni, vnni, False, True),
+        (wide, vnni, wide, False, True),
+        (amx, amx, amx, False, True),
+        (amx, amx, wide, False, True),
     ):
-        monkeypatch.setattr(integration, "host_targets", lambda host=host: included(host))
+        monkeypatch.setattr(integration, "host_targets", lambda runs=runs: included(runs))
+        monkeypatch.setattr(integration, "host_target", lambda host=host: host)
         monkeypatch.setattr(integration, "default_target", lambda target=target: target)
         assert (least(bf16, 12, False) == least(fp16, 12, False)) == as_fp16
         assert (least(bf16, 1, False) > least(fp16, 1, False)) == torch_is_fast

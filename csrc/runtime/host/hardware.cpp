@@ -51,8 +51,8 @@ bool may_use_tiles() {
 #endif
 }
 
-// On Intel's CPUs `vdpbf16ps` has half the products a clock of fp32 multiply-adds: on a Xeon of the
-// fifth generation one takes as long as four of them.
+// On a Xeon of the fifth generation one `vdpbf16ps` takes as long as four fp32 multiply-adds, which
+// have twice the products; of Intel's other CPUs that is assumed.
 bool has_slow_bf16_products() { return cpuid(0).ebx == 0x756e6547; }  // "Genu" of GenuineIntel
 
 std::vector<std::string> detect_features() {

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ... import env
-from ...codegen.spec import cuda_target, default_target, host_target
+from ...codegen.spec import cuda_target, default_target, host_target, host_targets
 from ...errors import EnvironmentVariableError, TargetError
 from ...jit.cache.layers import driver_version
 from ...planner.roofline import host_hardware
@@ -42,6 +42,8 @@ def cpu() -> Check:
     """Instruction set, cores and threads, and what calls run on where that is another target."""
     machine, threads = host_hardware(), torch.get_num_threads()
     detail = f"{host_target()}, {machine.cores} cores, {threads} threads"
+    if (widest := host_targets()[-1]) != host_target():
+        detail += f"; runs {widest} too, which is slower here"
     with contextlib.suppress(EnvironmentVariableError):  # what is wrong there is said of it there
         if default_target() != host_target():
             detail += f"; calls without target= run {default_target()} (FLASHATTN_JIT_TARGET)"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from flashattn_jit.codegen.document import has_cpp, line_of, line_text, spec_from_document
-from flashattn_jit.codegen.spec import BuildRequest
+from flashattn_jit.codegen.spec import BuildRequest, host_targets
 from flashattn_jit.errors import (
     Difference,
     FlashAttnJitError,
@@ -120,6 +120,10 @@ def missing_kernel(
         lines += [f"    {difference}" for difference in closest.differences[:_MOST_SHOWN]]
         if (more := len(closest.differences) - _MOST_SHOWN) > 0:
             lines.append(f"    and {more} more")
+        differ = {d.field: d.found for d in closest.differences}
+        target_alone = differ.keys() <= {"target", "flags", "spec.target", "spec.tile"}
+        if target_alone and differ.get("target") in host_targets():
+            lines.append(f"  FLASHATTN_JIT_TARGET={differ['target']} runs that one here")
     if command:
         lines.append(
             f"{SHIP[0].upper()}{SHIP[1:]}; or compile it ahead, with the same "

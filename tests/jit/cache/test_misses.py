@@ -14,8 +14,9 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import parse_line, spec_from_document
-from flashattn_jit.codegen.spec import BuildRequest
+from flashattn_jit.codegen.spec import BuildRequest, host_targets
 from flashattn_jit.errors import MissingKernelError
+from flashattn_jit.jit.cache import misses
 from flashattn_jit.jit.cache.entry import KernelKey, document_digest
 from flashattn_jit.jit.cache.misses import build_command, differences, nearest
 from flashattn_jit.jit.module import KernelCache
@@ -183,6 +184,22 @@ def test_the_nearest_entry_is_named_with_what_differs(
         'spec.tile: ["prefill", 96, 64] -> ["prefill", 96, 96]'
     ]
     assert 'spec.tile: ["prefill", 96, 64] -> ["prefill", 96, 96]' in str(error.value)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_kernel_of_another_target_that_runs_here_is_named(
+    runs: bool, new_cache: Callable[[], KernelCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request(target: str) -> BuildRequest:
+        return BuildRequest('{"head_dims":[64,64]}', "kernel.cpp.j2", target, lambda: "int x;")
+
+    other = host_targets()[-1]
+    new_cache().load_stepping([request(other)])
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    monkeypatch.setattr(misses, "host_targets", lambda: (other,) if runs else ())
+    with pytest.raises(MissingKernelError) as error:
+        new_cache().load_stepping([request("cpu:generic")])
+    assert (f"FLASHATTN_JIT_TARGET={other} runs that one here" in str(error.value)) == runs
 
 
 def test_a_failed_call_leaves_nothing_and_a_later_one_works(

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashattn_jit as fa
+from flashattn_jit.codegen.spec import host_targets
+from flashattn_jit.codegen.targets import CPU_ROWS
 from flashattn_jit.errors import InputError
 from flashattn_jit.formats import CODES, SCALE_DTYPES, hadamard
 from flashattn_jit.variants.ir.dtypes import CODES4
@@ -18,12 +20,15 @@ from tests.ops.cases import HOST_TARGETS
 from tests.ops.quantised.storage import FORMATS, LLOYD
 
 TARGETS = HOST_TARGETS if takes_all() else [other_target()]
+BF16_TARGETS = dict.fromkeys(
+    [HOST_TARGETS[-1], *(t for t in host_targets() if CPU_ROWS[t].bf16_rate)]
+)
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.mark.parametrize(
     ("target", "q_dtype"),
-    [(HOST_TARGETS[-1], torch.bfloat16), *((t, torch.float32) for t in TARGETS)],
+    [*((t, torch.bfloat16) for t in BF16_TARGETS), *((t, torch.float32) for t in TARGETS)],
 )
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int8])
 def test_every_code_is_read_as_its_value(dtype, q_dtype, target) -> None:
@@ -49,10 +54,35 @@ def test_every_code_is_read_as_its_value(dtype, q_dtype, target) -> None:
             assert_same(lse[0, :, 0], row.float())
 
 
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("dim", [33, 48, 64])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_float_of_8_bits_is_read_as_its_value_in_every_place(
+    dtype, target, dim, rows
+) -> None:
+    """Two vectors at once, one, and what is left of a row; few rows, several groups, a tile."""
+    padded = -(-256 // dim) * dim
+    codes = (torch.arange(padded) % 256).to(torch.uint8).view(dtype).view(-1, 1, 1, dim)
+    q = torch.zeros(codes.shape[0], 1, rows, dim)
+    out = fa.attention(
+        q, torch.zeros_like(codes, dtype=torch.float32).to(dtype), codes, target=target
+    )
+    assert_same(out, codes.float().expand_as(out))
+    # The one key that a row reads a channel of has all codes in turn; NaN and infinity are above.
+    finite = torch.where(codes.float().isfinite(), codes.float(), 1.0)
+    heads = torch.eye(dim).view(1, dim, 1, dim).expand(codes.shape[0], dim, rows, dim)
+    keys = finite.to(dtype).expand(-1, 1, 1, dim)
+    _, lse = fa.attention(heads, keys, keys, scale=1.0, return_lse=True, target=target)
+    torch.testing.assert_close(
+        lse, finite[:, 0, 0, :, None].expand(-1, dim, rows), rtol=2**-22, atol=0.0
+    )
+
+
 @pytest.mark.parametrize("dim", [32, 40, 64, 128, 192, 256])
 @pytest.mark.parametrize(
     ("target", "q_dtype"),
-    [(HOST_TARGETS[-1], torch.bfloat16), *((t, torch.float32) for t in TARGETS)],
+    [*((t, torch.bfloat16) for t in BF16_TARGETS), *((t, torch.float32) for t in TARGETS)],
 )
 def test_every_code_of_4_bits_is_read_as_its_value(dim, q_dtype, target) -> None:
     """In every channel, as an integer, and as an index of a codebook."""

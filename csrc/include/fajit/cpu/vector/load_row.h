@@ -187,7 +187,8 @@ template <class T>
 constexpr bool kReadsTwo = FAJIT_AVX > 0 && kExponentBits<T> > 0;
 
 #if FAJIT_AVX
-// The halves that are read as 2 kLanes floats of 8 bits: see e4m3_to_float.
+// The halves as which 2 kLanes floats of 8 bits are read (see e4m3_to_float). Codes of e4m3 in the
+// upper bytes, shifted by one, have the exponent's place of a half, and the sign twice.
 template <int E>
 FAJIT_INLINE vw small_float_halves(const void* p) {
   typedef int16_t Words __attribute__((vector_size(4 * kLanes)));
@@ -195,8 +196,8 @@ FAJIT_INLINE vw small_float_halves(const void* p) {
   asm("vpmovzxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char (*)[2 * kLanes]>(p)));
   w <<= 8;
   if constexpr (E == 5) return w;
-  const vw half = (vw)((Words)w >> 1) & uint16_t{0xbfff};  // without the second sign
-  return half | (vw)((w << 1) == uint16_t{0xfe00});        // all ones are NaN
+  const vw half = (vw)((Words)w >> 1) & uint16_t{0xbfff};
+  return half | (vw)((w << 1) == uint16_t{0xfe00});  // a code of all ones is NaN
 }
 #endif
 
@@ -211,8 +212,8 @@ FAJIT_INLINE void load_two_dims(const T* row, int d, vf& low, vf& high) {
     asm("vcvtph2ps %t1, %0" : "=v"(low) : "v"(halves));
     asm("vextracti64x4 $1, %1, %0" : "=v"(upper) : "v"(halves));
 #else
-    asm("vcvtph2ps %x1, %0" : "=v"(low) : "v"(halves));
-    asm("vextracti128 $1, %1, %0" : "=v"(upper) : "v"(halves));
+    asm("vcvtph2ps %x1, %0" : "=x"(low) : "x"(halves));
+    asm("vextracti128 $1, %1, %0" : "=x"(upper) : "x"(halves));
 #endif
     high = half_to_float(upper);
     if constexpr (kExponentBits<T> == 4) low *= 256.0f, high *= 256.0f;

@@ -167,7 +167,7 @@ FAJIT_INLINE vf lookup16(const float* values, vi index) {
 #if FAJIT_AVX != 512
   vf high;
   asm("vpermps %1, %2, %0" : "=v"(high) : "v"(load(values + 8)), "v"(index));
-  asm("vblendvps %2, %1, %0, %0" : "+v"(r) : "v"(high), "v"(index << 28));  // by the sign
+  asm("vblendvps %2, %1, %0, %0" : "+x"(r) : "x"(high), "x"(index << 28));  // by the sign
 #endif
 #else
   for (int i = 0; i < kLanes; ++i) r[i] = values[index[i] & 15];
