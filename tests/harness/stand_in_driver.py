@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit import _C
+from flashattn_jit.jit.cache.layers import driver_version
 from flashattn_jit.jit.compilation.toolchain import find_compiler
 
 SOURCE = Path(__file__).with_name("stand_in_libcuda.cpp")
@@ -85,5 +86,7 @@ def driver(stand_in_library: Path) -> Iterator[StandIn]:
     stand_in = StandIn(stand_in_library)
     stand_in.library.stand_in_reset()
     previous = _C.use_driver(str(stand_in_library))
+    driver_version.cache_clear()
     yield stand_in
     _C.use_driver(previous)
+    driver_version.cache_clear()

@@ -13,6 +13,7 @@ import flashattn_jit as fa
 from flashattn_jit import env
 from flashattn_jit.inspect.doctor import kernels
 from flashattn_jit.inspect.doctor.check import Check
+from flashattn_jit.jit.cache import layers
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.planner.tiles import build_request
 from tests.cuda.kernels import Compiled, compiled, spec_of
@@ -45,8 +46,9 @@ def entry(kernel: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch sees three GPUs: of sm_90, of sm_80, and one without kernels."""
+    """torch sees three GPUs, of sm_90, of sm_80, and one without kernels, and a new driver."""
     capabilities = [(9, 0), (8, 0), (7, 0)]
+    monkeypatch.setattr(layers, "driver_version", lambda: 13000)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
