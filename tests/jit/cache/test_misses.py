@@ -194,6 +194,8 @@ def test_a_kernel_of_another_target_that_runs_here_is_named(
         return BuildRequest('{"head_dims":[64,64]}', "kernel.cpp.j2", target, lambda: "int x;")
 
     other = host_targets()[-1]
+    if other == "cpu:generic":
+        pytest.skip("this machine runs one target")
     new_cache().load_stepping([request(other)])
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
     monkeypatch.setattr(misses, "host_targets", lambda: (other,) if runs else ())
