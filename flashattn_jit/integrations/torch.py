@@ -44,7 +44,7 @@ _LEAST_MFLOP = {
     "16 bits, in fp32": (0.5, 10, 200, 8),
     # On CPUs with AMX torch's own products of bf16 are fast.
     "bf16 on AMX": (30, 15, 40, 30),
-    "bf16, AMX not used": (30, 30, 1000, 50),
+    "bf16, on another target than the machine's": (30, 30, 1000, 50),
     # Where the CPU has AVX512-BF16, but its own target has not: torch uses it.
     "bf16, in fp32": (60, 10, 50, 8),
 }
@@ -74,10 +74,10 @@ def _kind(dtype: torch.dtype, target: str, host: str, runs: tuple[str, ...]) -> 
     host: this machine's own target. runs: all that it runs.
     """
     if dtype == torch.bfloat16 and has_amx(host):
-        return "bf16 on AMX" if has_amx(target) else "bf16, AMX not used"
+        return "bf16 on AMX" if has_amx(target) else "bf16, on another target than the machine's"
     has_bf16 = any(CPU_ROWS[name].bf16_rate for name in runs)
     if dtype == torch.bfloat16 and has_bf16 and not CPU_ROWS[host].bf16_rate:
-        return "bf16, in fp32" if target == host else "bf16, AMX not used"
+        return "bf16, in fp32" if target == host else "bf16, on another target than the machine's"
     in_fp32 = matrix_dtype(target, str(dtype).removeprefix("torch.")) == "float32"
     return "16 bits, in fp32" if in_fp32 else "16 bits"
 

@@ -69,7 +69,7 @@ def test_every_float_of_8_bits_is_read_as_its_value_in_every_place(
         q, torch.zeros_like(codes, dtype=torch.float32).to(dtype), codes, target=target
     )
     assert_same(out, codes.float().expand_as(out))
-    # The one key that a row reads a channel of has all codes in turn; NaN and infinity are above.
+    # Head c reads channel c of the only key. NaN and infinity are tested above.
     finite = torch.where(codes.float().isfinite(), codes.float(), 1.0)
     heads = torch.eye(dim).view(1, dim, 1, dim).expand(codes.shape[0], dim, rows, dim)
     keys = finite.to(dtype).expand(-1, 1, 1, dim)
