@@ -6,7 +6,7 @@ type).
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -34,6 +34,22 @@ def cpu_features() -> list[str]:
     """Features of this CPU and system beyond the baseline, by the names of `codegen.targets`."""
 
 def refuse_stranded() -> None: ...
+def learn_quiet(keys: Sequence[int]) -> None:
+    """Dispatch keys (`DispatchKeySet.raw_repr()`) of threads without modes and transforms."""
+
+def learn_plain(keys: Sequence[int]) -> None:
+    """Dispatch keys of tensors that have an address and no lazy values."""
+
+def is_quiet(functions: bool = False) -> bool:
+    """Whether this thread has the keys of one without modes and transforms.
+
+    functions: torch-function modes do not count.
+    """
+
+def are_plain(*tensors: object) -> bool:
+    """Whether all are tensors of torch's own classes with keys that were learned."""
+
+def is_profiling() -> bool: ...
 def target_variable() -> str | None:
     """FLASHATTN_JIT_TARGET of the process environment, which `os.environ` writes through to."""
 
@@ -470,48 +486,69 @@ class RepeatedCall:
     """A bound call on the host that is made again, with other tensors of the same layouts.
 
     layouts: of q, k, v, out and lse, each (shape, strides, a tensor of the dtype); None for a call
-    without lse. param_bytes: extents of the user's params. Immutable: threads may share it.
+    without lse. params: of the tensors that the variant reads, likewise; param_bytes: their
+    extents. plan: owns the memory of page_indices and key_blocks. scale: the default, NaN if there
+    is none. values_in_keys: runs have no v. Immutable: threads may share it.
+
+    For `run_again`: asked: whether return_lse and partial are set, and out and lse given. captured:
+    a `Captured` of variants/binding.py, or None. planned: per tensor that the variant reads, the
+    plan's own in place of it, or None. scalars: of the kernel.
     """
 
     def __init__(
         self,
         call: BatchCall,
         layouts: Sequence[_TensorLayout | None],
+        *,
+        params: Sequence[_TensorLayout],
         param_bytes: Sequence[int],
+        plan: object,
+        workspace: object,
+        workspace_bytes: int,
+        page_indices: int,
+        key_blocks: int,
+        scale: float,
+        values_in_keys: bool,
+        asked: tuple[bool, bool, bool, bool],
+        captured: tuple[Any, ...] | None,
+        planned: tuple[torch.Tensor | None, ...],
+        scalars: tuple[int | float, ...],
     ) -> None: ...
-    def fits(
+    def run(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
-    ) -> bool:
-        """Whether all are plain tensors in host memory with these layouts.
+        scale: float,
+        params: Sequence[int],
+        scalars: Sequence[int | float],
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Launch, and return (out, lse), which are made where they are None.
 
-        out and lse may be None, if the caller has yet to make them.
+        params, scalars: addresses of the variant's tensors, of the call's layouts, and its numbers.
+        None, with nothing done, unless all are plain tensors in host memory with these layouts,
+        none has derivatives, and out and lse share memory with no other.
         """
 
-    def launch(
+    @property
+    def can_run_again(self) -> bool: ...
+    def run_again(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
+        k: object,
+        v: object,
+        out: torch.Tensor | None,
         lse: torch.Tensor | None,
-        scale: float,
-        num_threads: int,
-        tensors: Sequence[int],
-        scalars: Sequence[int | float],
-        workspace: int,
-        page_indices: int,
-        key_blocks: int,
-    ) -> bool:
-        """Launches as `BatchCall.launch` and returns True.
+        scale: object,
+        return_lse: bool,
+        partial: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+        """The result of `BatchAttention.run` with these arguments and no params.
 
-        Does nothing and returns False if a tensor does not fit, has entries but no memory, or if
-        out or lse shares memory with another one. tensors: addresses of the user's params and of
-        tables.
+        None, with nothing done, as for `run`, and where the call differs from the repeated one in
+        what it asks for, in the thread's modes, or in what the variant has captured.
         """
 
 # --- interval forms of masks ----------------------------------------------------------------------

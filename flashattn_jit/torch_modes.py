@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
+from flashattn_jit import _C
 from flashattn_jit.errors import GradError, InputError, LaunchError, ParamError
 
 GRAD_MESSAGE = (
@@ -131,21 +132,18 @@ def _both(read: Callable[[], _R]) -> set[_R]:
     return found
 
 
-_QUIET = _both(lambda: _included_keys().raw_repr())
-"""Dispatch keys of a thread without modes and transforms."""
+_C.learn_quiet(list(_both(lambda: _included_keys().raw_repr())))  # keys of a thread without modes
 
 
 def is_quiet(functions: bool = False) -> bool:
     """Whether no mode or transform is active in this thread, except for inference mode and
     autocast, which do not change calls of plain tensors. functions: except for torch-function
     modes, such as a default device, as well."""
-    return (functions or not _function_modes()) and _included_keys().raw_repr() in _QUIET
+    return _C.is_quiet(functions)
 
 
-_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _tensor_keys = torch._C._dispatch_keys
 _CPU = torch.device("cpu")
-_PLAIN_KEYS: set[int] = set()
 _learned: set[torch.device] = set()
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -155,23 +153,21 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 def _learn_device(device: torch.device) -> None:
     """Add the dispatch keys of plain tensors on a device to those that `is_direct` accepts."""
     _learned.add(device)
-    _PLAIN_KEYS.update(_both(lambda: _tensor_keys(torch.empty(0, device=device)).raw_repr()))
+    _C.learn_plain(list(_both(lambda: _tensor_keys(torch.empty(0, device=device)).raw_repr())))
 
 
 _learn_device(_CPU)
 
 
-def _has_plain_keys(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has the dispatch keys of plain ones; those of a CUDA device are learned from
-    the first tensor on it."""
-    keys = _tensor_keys(tensor).raw_repr()
-    if keys in _PLAIN_KEYS:
-        return True
-    device = tensor.device
-    if device.type != "cuda" or device in _learned or not torch.cuda.is_initialized():
+def _learn_devices_of(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether there is a new device; keys of a CUDA device are learned from the first tensor on
+    it."""
+    new = {x.device for x in tensors if type(x) in PLAIN and x.is_cuda and x.device not in _learned}
+    if not new or not torch.cuda.is_initialized():
         return False
-    _learn_device(device)
-    return keys in _PLAIN_KEYS
+    for device in new:
+        _learn_device(device)
+    return True
 
 
 def is_direct(*tensors: torch.Tensor) -> bool:
@@ -180,20 +176,17 @@ def is_direct(*tensors: torch.Tensor) -> bool:
     Such calls bypass the dispatcher, which takes 6 to 9 us (measured, 2 cores): more than a small
     kernel.
     """
-    return not _profiling() and is_quiet_and_plain(*tensors)
+    return not _C.is_profiling() and is_quiet_and_plain(*tensors)
 
 
 def is_quiet_and_plain(*tensors: torch.Tensor, functions: bool = False) -> bool:
     """`is_direct`, or it is a profiler alone that would see the call; or, with functions, a
     torch-function mode."""
-    if not is_quiet(functions):
+    if not _C.is_quiet(functions):
         return False
-    for tensor in tensors:  # `all` of a generator takes twice the time
-        if type(tensor) not in PLAIN:
-            return False
-        if _tensor_keys(tensor).raw_repr() not in _PLAIN_KEYS and not _has_plain_keys(tensor):
-            return False
-    return True
+    if _C.are_plain(*tensors):
+        return True
+    return _learn_devices_of(tensors) and _C.are_plain(*tensors)
 
 
 def is_plain(*values: object) -> bool:

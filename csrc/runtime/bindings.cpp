@@ -17,6 +17,7 @@
 #include "merge_states.h"
 #include "module.h"
 #include "python_values.h"
+#include "tensors/torch_state.h"
 
 namespace py = pybind11;
 
@@ -246,6 +247,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("piece_bytes"), py::arg("num_threads"));
   m.def("copy_rows", &rt::copy_rows_at, py::arg("pages"), py::arg("slots"), py::arg("num_kv_heads"),
         py::arg("copies"), py::arg("num_threads"));
+  rt::bind_torch_state(m);
   rt::bind_module(m);
   rt::bind_driver(m);
   fajit::scheduler::bind_scheduler(m);

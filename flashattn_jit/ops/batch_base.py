@@ -279,6 +279,12 @@ class BatchBase:
         """
         if self._mesh is not None:
             return self._mesh.run(q, k, v, scale, return_lse, partial, out, lse, params)  # type: ignore[no-any-return]
+        if not params and not torch.compiler.is_dynamo_compiling():
+            planned = self._planned
+            for repeated in () if planned is None else planned.again:
+                result = repeated.run_again(q, k, v, out, lse, scale, return_lse, partial)
+                if result is not None:
+                    return result
         return self.run_own(q, k, v, scale, return_lse, partial, out, lse, params)
 
     def run_own(

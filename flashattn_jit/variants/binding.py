@@ -17,6 +17,7 @@ import torch
 from flashattn_jit.errors import ParamError
 from flashattn_jit.torch_modes import is_outside, outside_modes, refuse_transforms
 from flashattn_jit.variants.capture.extract import (
+    Extracted,
     Extractor,
     Finish,
     Location,
@@ -211,6 +212,17 @@ def bind(
     values: Sequence[Any] = ()
     if declared or params:
         values = resolve(declared, dims, params, variant.name)
+    found = _look_up(variant, dims, values, swap)
+    if found is None:
+        return _bind_new(variant, dims, declared, values, swap)
+    result, _, (_, tensors, numbers) = found
+    return _finish(result, tensors, numbers, dims)
+
+
+def _look_up(
+    variant: Variant, dims: Dims, values: Sequence[Any], swap: Swap | None = None
+) -> tuple[_Result, Extractor, Extracted] | None:
+    """What an earlier trace of an equal variant gave, and what was read to find it."""
     for reader in _readers.get(torch.get_default_dtype(), _NONE).get(variant._shape, ()):
         found = reader.extract(variant, values)
         if found is None:
@@ -218,15 +230,44 @@ def bind(
         key, tensors, numbers = found
         group = reader.groups.get(key)
         if group is None:
-            break
+            return None
         if swap is not None:
             tensors, numbers = swap(tensors, numbers)
         select = group.select
         result = group.results.get(None if select is None else select(tensors, numbers, dims))
-        if result is None:
-            break
-        return _finish(result, tensors, numbers, dims)
-    return _bind_new(variant, dims, declared, values, swap)
+        return None if result is None else (result, reader.extract, (key, tensors, numbers))
+    return None
+
+
+class Captured(NamedTuple):
+    """What `bind` reads at every call. It gives the same `Bound` again, but for the addresses of
+    tensors, where `extract(variant, values)` gives an equal key, tensors of equal layouts and the
+    same numbers, under the same default dtype."""
+
+    extract: Extractor
+    variant: Variant
+    values: Sequence[Any]
+    key: Any
+    numbers: tuple[float, ...]
+    default_dtype: torch.dtype
+
+
+def captured(
+    variant: Variant, dims: Dims, params: Mapping[str, object], bound: Bound
+) -> Captured | None:
+    """What `bind` read for `bound`; None if it has changed since, or if `bind` also computes
+    something from the contents of tensors."""
+    values = resolve(variant._declared, dims, params, variant.name)
+    found = _look_up(variant, dims, values)
+    if found is None:
+        return None
+    result, extract, (key, tensors, numbers) = found
+    if result.structure.tables or (result.finish is not None and result.structure.tensor_names):
+        return None
+    same = _finish(result, tensors, numbers, dims)
+    if same.structure is not bound.structure or repr(same.scalars) != repr(bound.scalars):
+        return None
+    return Captured(extract, variant, values, key, numbers, torch.get_default_dtype())
 
 
 def bind_outside_modes(

@@ -1,6 +1,7 @@
 // Python bindings of planned batches: `_C.BatchCall`, `_C.RepeatedCall`.
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -16,6 +17,75 @@
 namespace py = pybind11;
 
 namespace fajit::runtime {
+namespace {
+
+// Objects of Python that a RepeatedCall holds may refer to it: the garbage collector visits them.
+void collect_held(PyHeapTypeObject* heap_type) {
+  PyTypeObject* const type = &heap_type->ht_type;
+  type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!py::detail::is_holder_constructed(self)) return 0;
+    return py::cast<RepeatedCall&>(py::handle(self)).held().visit([&](py::object& held) {
+      Py_VISIT(held.ptr());
+      return 0;
+    });
+  };
+  type->tp_clear = [](PyObject* self) {
+    return py::cast<RepeatedCall&>(py::handle(self)).held().visit([](py::object& held) {
+      held = py::none();
+      return 0;
+    });
+  };
+}
+
+void bind_repeated_call(py::module_& m) {
+  using Options = RepeatedCall::Options;
+  py::class_<RepeatedCall>(m, "RepeatedCall", py::custom_type_setup(collect_held))
+      .def(
+          py::init([](const std::shared_ptr<BatchCall>& call, py::handle layouts, py::handle params,
+                      std::vector<int64_t> param_bytes, py::object plan, py::object workspace,
+                      int64_t workspace_bytes, py::object page_indices, py::object key_blocks,
+                      double scale, bool values_in_keys, const std::array<bool, 4>& asked,
+                      py::object captured, py::object planned, py::object scalars) {
+            const auto [return_lse, partial, has_out, has_lse] = asked;
+            return RepeatedCall(
+                call, layouts, params, std::move(param_bytes),
+                {std::move(plan), std::move(workspace), std::move(captured), std::move(planned),
+                 std::move(scalars)},
+                Options{workspace_bytes, to_address(page_indices), to_address(key_blocks), scale,
+                        values_in_keys, return_lse, partial, has_out, has_lse});
+          }),
+          py::arg("call").none(false), py::arg("layouts"), py::kw_only(), py::arg("params"),
+          py::arg("param_bytes"), py::arg("plan"), py::arg("workspace"), py::arg("workspace_bytes"),
+          py::arg("page_indices"), py::arg("key_blocks"), py::arg("scale"),
+          py::arg("values_in_keys"), py::arg("asked"), py::arg("captured"), py::arg("planned"),
+          py::arg("scalars"))
+      .def(
+          "run",
+          [](const RepeatedCall& self, py::object q, py::object k, py::object v, py::object out,
+             py::object lse, double scale, py::handle params, py::handle scalars) {
+            return self.run(
+                {std::move(q), std::move(k), std::move(v), std::move(out), std::move(lse)}, scale,
+                params, scalars);
+          },
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"),
+          py::arg("scale"), py::arg("params"), py::arg("scalars"))
+      .def_property_readonly("can_run_again", &RepeatedCall::can_run_again)
+      .def(
+          "run_again",
+          [](const RepeatedCall& self, py::object q, py::object k, py::object v, py::object out,
+             py::object lse, py::handle scale, py::handle return_lse, py::handle partial) {
+            return self.run_again(
+                {std::move(q), std::move(k), std::move(v), std::move(out), std::move(lse)}, scale,
+                return_lse, partial);
+          },
+          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"),
+          py::arg("scale"), py::arg("return_lse"), py::arg("partial"));
+}
+
+}  // namespace
+
 void bind_batch(py::module_& m) {
   using Plan = std::shared_ptr<scheduler::BatchPlan>;
   using LengthsPtr = std::shared_ptr<scheduler::Lengths>;
@@ -59,35 +129,7 @@ void bind_batch(py::module_& m) {
   def_launch(call, "launch", &BatchCall::launch);
   def_launch(call, "plan_launches", &BatchCall::plan_launches);
 
-  py::class_<RepeatedCall>(m, "RepeatedCall")
-      .def(py::init([](const std::shared_ptr<BatchCall>& made, py::handle layouts,
-                       std::vector<int64_t> param_bytes) {
-             return RepeatedCall(made, layouts, std::move(param_bytes));
-           }),
-           py::arg("call").none(false), py::arg("layouts"), py::arg("param_bytes"))
-      .def(
-          "fits",
-          [](const RepeatedCall& self, py::handle q, py::handle k, py::handle v, py::handle out,
-             py::handle lse) { return self.fits({q, k, v, out, lse}); },
-          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"))
-      .def(
-          "launch",
-          [](const RepeatedCall& self, py::handle q, py::handle k, py::handle v, py::handle out,
-             py::handle lse, double scale, int num_threads, py::handle tensors, py::handle scalars,
-             py::handle workspace, py::handle page_indices, py::handle key_blocks) {
-            LaunchValues values{};
-            values.scale = scale;
-            values.num_threads = num_threads;
-            values.tensors = tensors;
-            values.scalars = scalars;
-            values.workspace = to_address(workspace);
-            values.page_indices = to_address(page_indices);
-            values.key_blocks = to_address(key_blocks);
-            return self.launch({q, k, v, out, lse}, values);
-          },
-          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"),
-          py::arg("scale"), py::arg("num_threads"), py::arg("tensors"), py::arg("scalars"),
-          py::arg("workspace"), py::arg("page_indices"), py::arg("key_blocks"));
+  bind_repeated_call(m);
 }
 
 }  // namespace fajit::runtime

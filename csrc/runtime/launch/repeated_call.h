@@ -9,46 +9,91 @@
 #include <vector>
 
 #include "launch/batch_call.h"
+#include "tensors/torch_state.h"
 
 namespace fajit::runtime {
 
-// A bound call on the host, and the layouts that it was bound to. Immutable, so any number of
+// A layout that tensors in host memory are compared with.
+struct TensorLayout {
+  int32_t ndim = -1;  // of no tensor
+  uint32_t dtype = 0;
+  int64_t bytes = 0;  // from the first entry to the end of the last one
+  std::vector<int64_t> shape, strides;
+
+  bool is_of(const dlpack::DLTensor& tensor) const;
+};
+
+// A bound call on the host and the layouts that it was bound to. Immutable, so any number of
 // threads may launch it at once.
 //
-// Tensors are read by the C functions that torch has for DLPack (see dlpack.h); where it has none,
-// no tensor fits.
+// Tensors are read by the C functions that torch has for DLPack; where it has none, no tensor fits.
 class RepeatedCall {
  public:
   enum { kQ, kK, kV, kOut, kLse, kTensors };
-  using Tensors = std::array<pybind11::handle, kTensors>;
+  using Tensors = std::array<pybind11::object, kTensors>;
+
+  // Objects of Python that a call holds. plan: owns the memory of the addresses in Options.
+  // workspace: has `borrow` and `give_back`. captured: see
+  // `Captured` in variants/binding.py, or None; planned: per tensor that it reads, the plan's own
+  // in place of it, or None; scalars: of the kernel.
+  struct Held {
+    pybind11::object plan, workspace, captured, planned, scalars;
+    template <class Visit>
+    int visit(Visit&& each) {
+      for (pybind11::object* one : {&plan, &workspace, &captured, &planned, &scalars}) {
+        if (const int stopped = each(*one)) return stopped;
+      }
+      return 0;
+    }
+  };
+
+  struct Options {
+    int64_t workspace_bytes;
+    void *page_indices, *key_blocks;
+    double scale;                                // the default; NaN if there is none
+    bool values_in_keys;                         // v is absent in run_again()
+    bool return_lse, partial, has_out, has_lse;  // of the call that run_again() repeats
+  };
 
   // layouts: of q, k, v, out and lse, each (shape, strides, a tensor of the dtype), or None for a
-  // call without lse. param_bytes: extents of the user's params.
+  // call without lse. params: of the tensors that the variant reads, likewise; param_bytes: their
+  // extents.
   RepeatedCall(std::shared_ptr<const BatchCall> call, pybind11::handle layouts,
-               std::vector<int64_t> param_bytes);
+               pybind11::handle params, std::vector<int64_t> param_bytes, Held held,
+               Options options);
 
-  // Whether all are plain tensors in host memory with these layouts. out and lse may be None, if
-  // the caller has yet to make them.
-  bool fits(const Tensors& tensors) const;
+  // Launches and returns (out, lse). Returns None, having done nothing, unless all tensors have
+  // these layouts and memory, none has derivatives, and out and lse share no memory with another.
+  // out and lse may be None, and are made; lse stays None in a call without. params, scalars:
+  // addresses and values.
+  pybind11::object run(const Tensors& given, double scale, pybind11::handle params,
+                       pybind11::handle scalars) const;
 
-  // Launches and returns true. Compares again what fits() may have compared: another thread can
-  // rebind a tensor in between. Returns false, having done nothing, if a tensor does not fit, has
-  // entries but no memory, or if out or lse shares memory with another tensor. values: scale,
-  // threads, params and addresses besides those of the tensors.
-  bool launch(const Tensors& tensors, LaunchValues values) const;
+  // As run(), but first sees whether the call is the same in all other respects: options, torch's
+  // state, and what the variant is bound to. Returns out, or (out, lse), as `BatchAttention.run`.
+  pybind11::object run_again(const Tensors& given, pybind11::handle scale,
+                             pybind11::handle return_lse, pybind11::handle partial) const;
+
+  bool can_run_again() const { return readable_ && !held_.captured.is_none(); }
+  Held& held() { return held_; }
 
  private:
-  struct Layout {
-    int32_t ndim = -1;  // none
-    uint32_t dtype = 0;
-    int64_t bytes = 0;  // from the first entry to the end of the last one
-    int64_t shape[4] = {}, strides[4] = {};
-  };
-  bool fits(int i, pybind11::handle tensor, char*& data) const;
+  struct Read;  // the tensors of a call, and their addresses
+
+  bool read(Read& call) const;
+  bool read_params(Read& call) const;
+  bool read_captured(const TorchState& torch, Read& call) const;
+  bool has_derivatives(const TorchState& torch, const Read& call) const;
+  bool is_apart(const Read& call) const;
+  bool launch(Read& call, double scale, pybind11::handle scalars) const;
 
   std::shared_ptr<const BatchCall> call_;
-  std::array<Layout, kTensors> layouts_;
+  std::array<TensorLayout, kTensors> layouts_;
+  std::array<pybind11::object, kTensors> new_layouts_, new_options_;  // for `torch.empty_strided`
+  std::vector<TensorLayout> params_;
   std::vector<int64_t> param_bytes_;
+  Held held_;
+  Options options_;
   bool readable_ = true;
 };
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ... import _C
 from ...errors import InputError
 from ...torch_modes import refuse_capture
-from ...variants.binding import Bound, bind, bind_outside_modes
+from ...variants.binding import Bound, bind, bind_outside_modes, captured
 from ...variants.ir.dtypes import KV_NAMES, row_dim
 from ...variants.variant import Variant
 from ..arguments import checks
@@ -47,15 +48,17 @@ class Planned:
     """A plan in force: the first variation of a batch, and those that later runs needed.
 
     variant: the planned variant; params: those of its mask. repeats: the newest launches, by what a
-    run asks for: its structure, the results that it returns and those that it was given.
+    run asks for: its structure, the results that it returns and those that it was given. again:
+    the newest of runs without params, which C repeats alone.
 
-    Immutable except for `variations`, which only grows, and `repeats`: threads may share it. With a
+    Immutable except for `variations`, which only grows, `repeats` and `again`: threads may share
+    it. With a
     CUDA graph there is one variation at a time, as there is one block of device memory for it.
     """
 
     __slots__ = (
-        "batch", "cpu", "first", "form", "observed", "params", "pointwise", "repeats", "scale",
-        "state", "variant", "variations", "workspace",
+        "again", "batch", "cpu", "first", "form", "observed", "params", "pointwise", "repeats",
+        "scale", "state", "variant", "variations", "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +81,7 @@ class Planned:
         self.scale = checks.check_scale(None, batch.options.head_dim)
         self.variations = {(first.known, unaligned): first}
         self.repeats: dict[tuple[Any, ...], tuple[Repeat, ...]] = {}
+        self.again: tuple[_C.RepeatedCall, ...] = ()
 
     @property
     def latest(self) -> Variation:
@@ -110,10 +114,10 @@ class Planned:
         factor = self.scale
         if scale is not None:
             factor = checks.check_scale(scale, batch.options.head_dim)
-        asked = (bound.structure, bool(return_lse), bool(partial), out is None, lse is None)
-        earlier = self.repeats.get(asked, ())
+        asked = (bool(return_lse), bool(partial), out is not None, lse is not None)
+        earlier = self.repeats.get((bound.structure, asked), ())
         for repeat in earlier:
-            results = repeat.run(bound, q, k, v, out, lse, factor, self.workspace)
+            results = repeat.run(bound, q, k, v, out, lse, factor)
             if results is not None:
                 return results
         try:
@@ -152,9 +156,21 @@ class Planned:
         # With a CUDA graph `variations` holds the latest one alone.
         may_repeat = self.cpu and not batch.options.cuda_graph
         if may_repeat and all(repeat.launch is not ready for repeat in earlier):
-            made = Repeat(variation, ready, layouts, form)
-            self.repeats[asked] = (made, *earlier[: KEPT_REPEATS - 1])
+            self._keep(
+                Repeat(
+                    variation, ready, layouts, form, asked, bound,
+                    None if params else captured(self.variant, batch.dims, self.params, bound),
+                    None if batch.options.v_in_k else self.scale, self.workspace,
+                ),
+                (bound.structure, asked), earlier,
+            )  # fmt: skip
         return result, lse
+
+    def _keep(self, made: Repeat, key: tuple[Any, ...], earlier: tuple[Repeat, ...]) -> None:
+        """Keeps what repeats a launch."""
+        self.repeats[key] = (made, *earlier[: KEPT_REPEATS - 1])
+        if made.native.can_run_again:
+            self.again = (made.native, *self.again[: KEPT_AGAIN - 1])
 
     def check_transforms(self, params: Params) -> None:
         """Raises GradError or InputError if the variant holds a tensor of a transform."""
@@ -184,6 +200,7 @@ class Planned:
 
 KEPT_LAUNCHES = 256
 KEPT_REPEATS = 4  # layouts that take turns, as of the layers of a model
+KEPT_AGAIN = 8  # likewise, of all kinds of runs
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """k and v of levels of a cascade."""

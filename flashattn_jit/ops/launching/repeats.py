@@ -9,12 +9,13 @@ of a Xeon with AMX).
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ... import _C
-from ...variants.binding import Bound
+from ...variants.binding import Bound, Captured
 from ...variants.ir.dtypes import CODES4
 from ..arguments import checks
 from ..arguments.calls import Form, Layouts, bind_tensors
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .launches import Launch, Workspace
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
+Asked = tuple[bool, bool, bool, bool]
+"""What a run asks for: whether return_lse and partial are set, and out and lse given."""
 
 _CPU = torch.device("cpu")
 _examples: dict[torch.dtype, torch.Tensor] = {}
@@ -32,20 +35,26 @@ _examples: dict[torch.dtype, torch.Tensor] = {}
 class Repeat:
     """A launch and the layouts that it is bound to. Threads may share it.
 
-    launch: made for `form`, and for params of these layouts.
+    launch: made for `form`, and for params of these layouts. native: repeats it in C.
     """
 
-    __slots__ = ("_layouts", "_native", "_packed", "_variation", "_workspace_bytes", "launch")
+    __slots__ = ("_layouts", "_packed", "_variation", "launch", "native")
 
-    def __init__(self, variation: Variation, launch: Launch, layouts: Layouts, form: Form) -> None:
+    def __init__(
+        self, variation: Variation, launch: Launch, layouts: Layouts, form: Form, asked: Asked,
+        bound: Bound, captured: Captured | None, scale: float | None, workspace: Workspace,
+    ) -> None:  # fmt: skip
+        """captured: of `bound`, or None where C cannot see whether a variant is bound so again."""
         self._variation, self.launch, self._layouts = variation, launch, layouts
-        self._workspace_bytes = variation.native.workspace_bytes
         self._packed = tuple(dtype == CODES4 for dtype in form.dtypes)
         lse = None
         if launch.return_lse:
             lse = launch.shape[:-1], launch.lse_strides, _example(torch.float32)
+        tensors, scalars = variation.values(bound)
+        planned = dict(variation.mask_tensors)
+        page_indices, key_blocks = variation.pointers
         # Not of the tensors: another thread may have rebound them since they were checked.
-        self._native = _C.RepeatedCall(
+        self.native = _C.RepeatedCall(
             launch.call,
             (
                 (form.q_shape, form.strides[0], _example(form.dtypes[0])),
@@ -54,43 +63,40 @@ class Repeat:
                 (launch.shape, launch.strides, _example(launch.dtype)),
                 lse,
             ),
-            launch.input_bytes[3:],
+            params=[(*layouts[i], tensor) for i, tensor in enumerate(tensors)],
+            param_bytes=launch.input_bytes[3:],
+            plan=variation,
+            workspace=workspace,
+            workspace_bytes=variation.native.workspace_bytes,
+            page_indices=page_indices,
+            key_blocks=key_blocks,
+            scale=math.nan if scale is None else scale,
+            values_in_keys=variation.batch.options.v_in_k,
+            asked=asked,
+            captured=captured,
+            planned=tuple(planned.get(i) for i in range(len(tensors))),
+            scalars=tuple(scalars),
         )
 
     def run(
         self, bound: Bound, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor | None, lse: torch.Tensor | None, scale: float, workspace: Workspace,
+        out: torch.Tensor | None, lse: torch.Tensor | None, scale: float,
     ) -> Results | None:  # fmt: skip
         """(out, lse); None, with nothing done, unless the tensors have the launch's layouts.
 
         bound: of the launch's structure. out, lse: None where they were. Raises GradError.
         """
-        variation, launch = self._variation, self.launch
         keys, values = k, v
         if True in self._packed:
             keys, values = _as_bytes(k, self._packed[1]), _as_bytes(v, self._packed[2])
-        if not self._native.fits(q, keys, values, out, lse):
-            return None
+        variation = self._variation
         tensors, scalars = variation.values(bound)
-        checks.check_grad((q, k, v, *tensors))
+        if tensors:
+            checks.check_grad(tensors)
         addresses, layouts, _held = bind_tensors(variation.known, tensors)
         if layouts != self._layouts:
             return None
-        if out is None:
-            out = torch.empty_strided(launch.shape, launch.strides, dtype=launch.dtype, device=_CPU)
-        else:
-            checks.check_out_grad(out)
-        if lse is not None:
-            checks.check_out_grad(lse, "lse")
-        elif launch.return_lse:
-            lse = torch.empty(launch.shape[:-1], dtype=torch.float32, device=_CPU)
-        space, address = workspace.borrow(self._workspace_bytes)
-        launched = self._native.launch(
-            q, keys, values, out, lse, scale, torch.get_num_threads(), addresses, scalars, address,
-            *variation.pointers,
-        )  # fmt: skip
-        workspace.give_back(space, address)
-        return (out, lse) if launched else None
+        return self.native.run(q, keys, values, out, lse, scale, addresses, scalars)
 
 
 def _example(dtype: torch.dtype) -> torch.Tensor:

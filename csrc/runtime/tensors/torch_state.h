@@ -1,0 +1,62 @@
+// What a call asks of torch, from C: the state of the thread, and tensors.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "tensors/dlpack.h"
+
+namespace fajit::runtime {
+
+// Functions of torch's Python API, found at the first use. Exceptions of theirs pass through.
+class TorchState {
+ public:
+  using Tensor = pybind11::handle;
+
+  static TorchState& get();
+
+  // Whether no mode or transform is active in this thread; functions: except for torch-function
+  // modes. The keys that say so are learned: `DispatchKeySet.raw_repr()` of a thread without any.
+  bool is_quiet(bool functions = false) const;
+  void learn_quiet(std::vector<uint64_t> keys) { quiet_keys_ = std::move(keys); }
+
+  // Whether it is a tensor of torch's own classes with the dispatch keys of one that was learned.
+  bool is_plain(Tensor tensor) const;
+  void learn_plain(const std::vector<uint64_t>& keys);
+
+  bool is_profiling() const;
+
+  // Whether tensors may have derivatives that a call would lose: the level of forward-mode
+  // derivatives, or grad mode and a tensor that requires grad.
+  bool has_tangents() const;
+  bool is_grad_enabled() const;
+  static bool requires_grad(Tensor tensor);
+
+  // Describes a tensor in host memory. False for what is no tensor of torch's own classes, or has a
+  // dtype that DLPack has not; where this torch has no functions for DLPack, for all.
+  bool describe(Tensor tensor, dlpack::DLTensor& found) const;
+
+  int num_threads() const;
+  pybind11::object default_dtype() const;
+
+  // An uninitialised tensor in host memory. layout: (shape, strides); options: a dict with dtype
+  // and device.
+  pybind11::object new_tensor(pybind11::handle layout, pybind11::handle options) const;
+
+ private:
+  TorchState();
+  bool is_own_class(Tensor tensor) const;
+
+  // They live as long as the process.
+  pybind11::handle tensor_, parameter_, function_modes_, included_keys_, tensor_keys_, profiling_,
+      grad_enabled_, forward_ad_, threads_, default_dtype_, empty_strided_;
+  int (*describe_)(void*, dlpack::DLTensor*) = nullptr;
+  std::vector<uint64_t> quiet_keys_, plain_keys_;
+};
+
+void bind_torch_state(pybind11::module_& m);
+
+}  // namespace fajit::runtime
