@@ -241,8 +241,11 @@ def _look_up(
 
 class Captured(NamedTuple):
     """What `bind` reads at every call. It gives the same `Bound` again, but for the addresses of
-    tensors, where `extract(variant, values)` gives an equal key, tensors of equal layouts and the
-    same numbers, under the same default dtype."""
+    tensors, where the variant's params were not set again and `extract(variant, values)` gives an
+    equal key, tensors of equal layouts and the same numbers, under the same default dtype.
+
+    params: (variant, attribute, what it holds, or None) of each declared param that no call gives.
+    """
 
     extract: Extractor
     variant: Variant
@@ -250,6 +253,7 @@ class Captured(NamedTuple):
     key: Any
     numbers: tuple[float, ...]
     default_dtype: torch.dtype
+    params: tuple[tuple[Variant, str, object], ...]
 
 
 def captured(
@@ -257,6 +261,11 @@ def captured(
 ) -> Captured | None:
     """What `bind` read for `bound`; None if it has changed since, or if `bind` also computes
     something from the contents of tensors."""
+    held = tuple(
+        (owner, param.name, owner.__dict__.get(param.name))
+        for name, param, owner in variant._declared
+        if name not in params
+    )
     values = resolve(variant._declared, dims, params, variant.name)
     found = _look_up(variant, dims, values)
     if found is None:
@@ -267,7 +276,7 @@ def captured(
     same = _finish(result, tensors, numbers, dims)
     if same.structure is not bound.structure or repr(same.scalars) != repr(bound.scalars):
         return None
-    return Captured(extract, variant, values, key, numbers, torch.get_default_dtype())
+    return Captured(extract, variant, values, key, numbers, torch.get_default_dtype(), held)
 
 
 def bind_outside_modes(

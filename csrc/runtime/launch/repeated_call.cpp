@@ -156,10 +156,21 @@ bool RepeatedCall::read_params(Read& call) const {
 
 bool RepeatedCall::read_captured(const TorchState& torch, Read& call) const {
   const py::object extract = item(held_.captured, 0), variant = item(held_.captured, 1),
-                   params = item(held_.captured, 2), key = item(held_.captured, 3),
-                   numbers = item(held_.captured, 4), dtype = item(held_.captured, 5);
+                   values = item(held_.captured, 2), key = item(held_.captured, 3),
+                   numbers = item(held_.captured, 4), dtype = item(held_.captured, 5),
+                   params = item(held_.captured, 6);
   if (!torch.default_dtype().is(dtype)) return false;
-  const py::object found = extract(variant, params);
+  for (size_t i = 0; i < count(params); ++i) {
+    const py::object one = item(params, i);
+    const py::dict attributes =
+        py::reinterpret_steal<py::dict>(PyObject_GenericGetDict(item(one, 0).ptr(), nullptr));
+    if (!attributes) throw py::error_already_set();
+    const py::handle now = PyDict_GetItemWithError(attributes.ptr(), item(one, 1).ptr());
+    if (!now && PyErr_Occurred()) throw py::error_already_set();
+    const py::object before = item(one, 2);
+    if (now ? !now.is(before) : !before.is_none()) return false;
+  }
+  const py::object found = extract(variant, values);
   if (found.is_none() || !item(found, 0).equal(key)) return false;
   const py::object tensors = item(found, 1), own_numbers = item(found, 2);
   if (count(tensors) != params_.size() || count(own_numbers) != count(numbers)) return false;

@@ -606,6 +606,25 @@ def test_a_captured_tensor_that_changes_its_layout(bound_runs: list[object]) -> 
         case.check(case.batch.run(*given), *given)
 
 
+def test_params_that_are_set_between_runs() -> None:
+    biased = fa.ALiBi()
+    capped = fa.SoftCap(5.0)
+    case = Case(biased & capped & fa.Causal())
+    given = case.tensors()
+    for slopes, cap in ((None, 5.0), (torch.rand(HEADS[0]), 5.0), (None, 3.0), (None, 5.0)):
+        if slopes is not None:
+            biased.slopes = slopes
+        capped.cap = cap
+        for _ in range(2):
+            case.check(case.batch.run(*given), *given)
+    case = Case(window := fa.SlidingWindow(20))
+    first = case.batch.run(*given)
+    window.window = 3
+    assert torch.equal(case.batch.run(*given), first), "the mask's params are the plan's"
+    case.replan()
+    case.check(case.batch.run(*given), *given)
+
+
 def test_what_is_captured_changes_while_a_run_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """By another thread: the kernel's numbers are those of before."""
     factor = 1.5
