@@ -488,7 +488,9 @@ class RepeatedCall:
     layouts: of q, k, v, out and lse, each (shape, strides, a tensor of the dtype); None for a call
     without lse. params: of the tensors that the variant reads, likewise; param_bytes: their
     extents. plan: owns the memory of page_indices and key_blocks. scale: the default, NaN if there
-    is none. values_in_keys: runs have no v. Immutable: threads may share it.
+    is none. packed: whether k and v are codes of 4 bits. num_threads: that it was planned for, 0 if
+    it does not depend on them. variable: what FLASHATTN_JIT_TARGET held ("" if it was unset), None
+    if it does not choose the target. Immutable: threads may share it.
 
     For `run_again`: asked: whether return_lse and partial are set, and out and lse given. captured:
     a `Captured` of variants/binding.py, or None. planned: per tensor that the variant reads, the
@@ -508,7 +510,9 @@ class RepeatedCall:
         page_indices: int,
         key_blocks: int,
         scale: float,
-        values_in_keys: bool,
+        packed: tuple[bool, bool],
+        num_threads: int,
+        variable: str | None,
         asked: tuple[bool, bool, bool, bool],
         captured: tuple[Any, ...] | None,
         planned: tuple[torch.Tensor | None, ...],
@@ -544,11 +548,12 @@ class RepeatedCall:
         scale: object,
         return_lse: bool,
         partial: bool,
+        params: dict[str, object],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-        """The result of `BatchAttention.run` with these arguments and no params.
+        """The result of the call with these arguments: out, or (out, lse).
 
         None, with nothing done, as for `run`, and where the call differs from the repeated one in
-        what it asks for, in the thread's modes, or in what the variant has captured.
+        what it asks for, in torch's state, or in what the variant has captured.
         """
 
 # --- interval forms of masks ----------------------------------------------------------------------

@@ -27,12 +27,14 @@ from ..codegen.spec import default_target, host_target, host_targets, matrix_dty
 from ..codegen.targets import CPU_ROWS, has_amx
 from ..errors import InputError
 from ..ops.attention import run_dense
+from ..ops.launching.repeats import call_again
 from ..ops.sdpa import ADD, CAUSAL, FULL
 from ..variants.variant import Variant, tensor
 
 _OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _FP32 = torch.float32
+_KIND = ("activate",)  # of `call_again`
 _MAX_HEAD_DIM = 256  # longer rows were not compared with torch's
 _DTYPES = (_FP32, torch.bfloat16, torch.float16)
 
@@ -232,9 +234,13 @@ class _Kernel:
         params: dict[str, object] = {}
         if attn_mask is not None:
             variant, params = _with_mask(attn_mask)
-        out, lse = run_dense(
-            query, key, value, variant, params, scale=scale, return_lse=True, out=out, direct=True
-        )
+        results = None
+        if attn_mask is None:
+            results = call_again(variant, _KIND, query, key, value, out, None, scale, True, False)
+        out, lse = results or run_dense(
+            query, key, value, variant, params, scale=scale, return_lse=True, out=out, direct=True,
+            kind=_KIND,
+        )  # fmt: skip
         assert lse is not None
         if attn_mask is not None:
             lse = lse.masked_fill(lse == -torch.inf, 0.0)  # torch's value for a row without a key

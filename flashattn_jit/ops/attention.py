@@ -14,6 +14,7 @@ from ..variants.variant import Variant, as_variant
 from .arguments import checks
 from .arguments.calls import Offset, dense_form, dense_requests
 from .launching.launches import attend
+from .launching.repeats import Kind, call_again
 from .torch_ops import as_op
 
 
@@ -83,12 +84,20 @@ def attention(
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
+    kind: Kind | None = None
+    compiling = torch.compiler.is_dynamo_compiling()
+    plain = kv_len is None and target is None and type(q_offset) in (int, str)
+    if not compiling and plain and not params:
+        kind = ("attention", q_offset)
+        result = call_again(variant, kind, q, k, v, out, lse, scale, return_lse, partial)
+        if result is not None:
+            return result  # type: ignore[no-any-return]
     if isinstance(k, Stored) or isinstance(v, Stored):
         k, v, variant = unwrap(k, v, as_variant(variant), params, True, partial)
     given = (q, k, v) if out is None else (q, k, v, out)
     if lse is not None:
         given = (*given, lse)
-    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
+    direct = not compiling and is_direct(*given)
     if not (direct and is_plain(kv_len, q_offset, scale)):
         arguments = {
             "scale": scale, "q_offset": q_offset, "kv_len": kv_len, "return_lse": return_lse,
@@ -98,6 +107,7 @@ def attention(
     result, written = run_dense(
         q, k, v, as_variant(variant), params, scale=scale, q_offset=q_offset, kv_len=kv_len,
         return_lse=return_lse, partial=partial, out=out, lse=lse, target=target, direct=direct,
+        kind=kind,
     )  # fmt: skip
     return result if written is None else (result, written)
 
@@ -121,12 +131,13 @@ def run_dense(
     target: str | None = None,
     swap: Swap | None = None,
     direct: bool | None = None,
+    kind: Kind | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Checks and computes (out, lse) of a dense call; lse is None unless requested.
 
     block_states: uint8 [batch, num_q_heads, q blocks, kv blocks] of `BlockMask` states, with
     block_size (q_block, kv_block). swap: see `bind`. direct: the result of `is_direct` for q, k and
-    v, if known. The other arguments and the errors are those of `attention`.
+    v, if known. kind: see `attend`. The other arguments and the errors are those of `attention`.
     """
     if direct is None:
         direct = is_direct(q, k, v)
@@ -134,5 +145,5 @@ def run_dense(
     return attend(
         form, dense_requests(form, kv_len, q_offset), chosen, params, q, k, v, scale=scale,
         return_lse=return_lse, partial=partial, out=out, lse=lse, target=target, swap=swap,
-        direct=direct, block_states=block_states, block_size=block_size,
+        direct=direct, block_states=block_states, block_size=block_size, kind=kind,
     )  # fmt: skip

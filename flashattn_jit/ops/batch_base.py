@@ -279,12 +279,6 @@ class BatchBase:
         """
         if self._mesh is not None:
             return self._mesh.run(q, k, v, scale, return_lse, partial, out, lse, params)  # type: ignore[no-any-return]
-        if not params and not torch.compiler.is_dynamo_compiling():
-            planned = self._planned
-            for repeated in () if planned is None else planned.again:
-                result = repeated.run_again(q, k, v, out, lse, scale, return_lse, partial)
-                if result is not None:
-                    return result
         return self.run_own(q, k, v, scale, return_lse, partial, out, lse, params)
 
     def run_own(
@@ -294,6 +288,12 @@ class BatchBase:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """`run` over what this process holds, whether there is a mesh or not."""
         k, v = self._codes(*self._values(k, v, scale), partial, params)
+        if not torch.compiler.is_dynamo_compiling():
+            planned = self._planned
+            for call in () if planned is None else planned.again:
+                result = call.run_again(q, k, v, out, lse, scale, return_lse, partial, params)
+                if result is not None:
+                    return result
         return self._run(q, k, v, (), params, scale, return_lse, partial, out, lse)
 
     def _values(

@@ -11,6 +11,7 @@ from ..variants.variant import Variant, tensor
 from .arguments import torch_inputs
 from .arguments.checks import Scale, check_readable, shown
 from .attention import run_dense
+from .launching.repeats import Kind, call_again
 from .torch_ops import as_op
 
 _SHAPE = ("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")
@@ -86,9 +87,14 @@ def scaled_dot_product_attention(
     Example:
         >>> out = fa.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
-    if torch.compiler.is_dynamo_compiling() or not (
-        is_direct(query, key, value) and is_plain(scale)
-    ):
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling and attn_mask is None and not torch._C._is_any_autocast_enabled():
+        chosen, kind = CAUSAL if is_causal else FULL, _kind(enable_gqa)
+        if type(dropout_p) in (int, float) and not dropout_p:
+            result = call_again(chosen, kind, query, key, value, None, None, scale, False, False)
+            if result is not None:
+                return result  # type: ignore[no-any-return]
+    if compiling or not (is_direct(query, key, value) and is_plain(scale)):
         return as_op.sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
             scale=scale, enable_gqa=enable_gqa,
@@ -126,8 +132,17 @@ def run_sdpa(
         chosen, params = (_KEEP if mask.dtype == torch.bool else ADD), {"attn_mask": mask}
     if not q.shape[1]:
         return with_leading_dims(_without_heads(q, k, v, scale), lead, query.dim())
-    out, _ = run_dense(q, k, v, chosen, params, scale=scale, direct=direct)
+    as_given = q is query and k is key and v is value
+    out, _ = run_dense(
+        q, k, v, chosen, params, scale=scale, direct=direct,
+        kind=_kind(enable_gqa) if as_given else None,
+    )  # fmt: skip
     return with_leading_dims(out, lead, query.dim())
+
+
+def _kind(enable_gqa: bool) -> Kind:
+    """Of `call_again`: calls without a mask."""
+    return "sdpa", bool(enable_gqa)
 
 
 def as_dense_problem(

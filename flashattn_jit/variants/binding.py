@@ -154,6 +154,7 @@ class _Result(NamedTuple):
 
     structure: Structure
     finish: Finish | None
+    selected: tuple[int, ...] | None
     specialised: tuple[tuple[str, object], ...]
     mask_params: frozenset[str]
 
@@ -244,7 +245,9 @@ class Captured(NamedTuple):
     tensors, where the variant's params were not set again and `extract(variant, values)` gives an
     equal key, tensors of equal layouts and the same numbers, under the same default dtype.
 
-    params: (variant, attribute, what it holds, or None) of each declared param that no call gives.
+    params: (variant, attribute, what it holds, or None) of each declared param that is not given.
+    given: (index in values, name) of those that the call gives. selected: the tensors of the kernel
+    among the extracted ones.
     """
 
     extract: Extractor
@@ -254,13 +257,20 @@ class Captured(NamedTuple):
     numbers: tuple[float, ...]
     default_dtype: torch.dtype
     params: tuple[tuple[Variant, str, object], ...]
+    given: tuple[tuple[int, str], ...]
+    selected: tuple[int, ...]
 
 
 def captured(
-    variant: Variant, dims: Dims, params: Mapping[str, object], bound: Bound
-) -> Captured | None:
+    variant: Variant, dims: Dims, planned: Mapping[str, object], given: Mapping[str, object],
+    bound: Bound,
+) -> Captured | None:  # fmt: skip
     """What `bind` read for `bound`; None if it has changed since, or if `bind` also computes
-    something from the contents of tensors."""
+    something from the contents of tensors.
+
+    planned, given: params of all calls and of this one.
+    """
+    params = {**planned, **given}
     held = tuple(
         (owner, param.name, owner.__dict__.get(param.name))
         for name, param, owner in variant._declared
@@ -271,12 +281,16 @@ def captured(
     if found is None:
         return None
     result, extract, (key, tensors, numbers) = found
-    if result.structure.tables or (result.finish is not None and result.structure.tensor_names):
+    if result.structure.tables or result.selected is None:
         return None
     same = _finish(result, tensors, numbers, dims)
     if same.structure is not bound.structure or repr(same.scalars) != repr(bound.scalars):
         return None
-    return Captured(extract, variant, values, key, numbers, torch.get_default_dtype(), held)
+    own = tuple((i, d.name) for i, d in enumerate(variant._declared) if d.name in given)
+    return Captured(
+        extract, variant, values, key, numbers, torch.get_default_dtype(), held, own,
+        result.selected,
+    )  # fmt: skip
 
 
 def bind_outside_modes(
@@ -373,6 +387,7 @@ def _bind_new(
         result = _Result(
             structure_of(traced.ir),
             traced.finish,
+            traced.selected,
             _specialised(traced, walk, dims),
             traced.mask_params,
         )

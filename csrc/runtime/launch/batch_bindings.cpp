@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,22 +46,34 @@ void bind_repeated_call(py::module_& m) {
       .def(
           py::init([](const std::shared_ptr<BatchCall>& call, py::handle layouts, py::handle params,
                       std::vector<int64_t> param_bytes, py::object plan, py::object workspace,
-                      int64_t workspace_bytes, py::object page_indices, py::object key_blocks,
-                      double scale, bool values_in_keys, const std::array<bool, 4>& asked,
+                      int64_t workspace_bytes, py::handle page_indices, py::handle key_blocks,
+                      double scale, const std::array<bool, 2>& packed, int num_threads,
+                      const std::optional<std::string>& variable, const std::array<bool, 4>& asked,
                       py::object captured, py::object planned, py::object scalars) {
-            const auto [return_lse, partial, has_out, has_lse] = asked;
-            return RepeatedCall(
-                call, layouts, params, std::move(param_bytes),
-                {std::move(plan), std::move(workspace), std::move(captured), std::move(planned),
-                 std::move(scalars)},
-                Options{workspace_bytes, to_address(page_indices), to_address(key_blocks), scale,
-                        values_in_keys, return_lse, partial, has_out, has_lse});
+            RepeatedCall::Held held{std::move(plan), std::move(workspace), std::move(captured),
+                                    std::move(planned), std::move(scalars)};
+            Options options{};
+            options.workspace_bytes = workspace_bytes;
+            options.page_indices = to_address(page_indices);
+            options.key_blocks = to_address(key_blocks);
+            options.scale = scale;
+            options.packed[0] = packed[0];
+            options.packed[1] = packed[1];
+            options.num_threads = num_threads;
+            options.by_variable = variable.has_value();
+            options.variable = variable.value_or("");
+            options.return_lse = asked[0];
+            options.partial = asked[1];
+            options.has_out = asked[2];
+            options.has_lse = asked[3];
+            return RepeatedCall(call, layouts, params, std::move(param_bytes), std::move(held),
+                                std::move(options));
           }),
           py::arg("call").none(false), py::arg("layouts"), py::kw_only(), py::arg("params"),
           py::arg("param_bytes"), py::arg("plan"), py::arg("workspace"), py::arg("workspace_bytes"),
-          py::arg("page_indices"), py::arg("key_blocks"), py::arg("scale"),
-          py::arg("values_in_keys"), py::arg("asked"), py::arg("captured"), py::arg("planned"),
-          py::arg("scalars"))
+          py::arg("page_indices"), py::arg("key_blocks"), py::arg("scale"), py::arg("packed"),
+          py::arg("num_threads"), py::arg("variable"), py::arg("asked"), py::arg("captured"),
+          py::arg("planned"), py::arg("scalars"))
       .def(
           "run",
           [](const RepeatedCall& self, py::object q, py::object k, py::object v, py::object out,
@@ -75,13 +88,14 @@ void bind_repeated_call(py::module_& m) {
       .def(
           "run_again",
           [](const RepeatedCall& self, py::object q, py::object k, py::object v, py::object out,
-             py::object lse, py::handle scale, py::handle return_lse, py::handle partial) {
+             py::object lse, py::handle scale, py::handle return_lse, py::handle partial,
+             py::handle params) {
             return self.run_again(
                 {std::move(q), std::move(k), std::move(v), std::move(out), std::move(lse)}, scale,
-                return_lse, partial);
+                return_lse, partial, params);
           },
           py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"),
-          py::arg("scale"), py::arg("return_lse"), py::arg("partial"));
+          py::arg("scale"), py::arg("return_lse"), py::arg("partial"), py::arg("params"));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "host/hardware.h"
 #include "python_values.h"
 
 namespace py = pybind11;
@@ -122,10 +123,6 @@ bool RepeatedCall::read(Read& call) const {
   for (int i = 0; i < kTensors; ++i) {
     const TensorLayout& own = layouts_[i];
     const py::object& tensor = call.tensors[i];
-    if (i == kV && !tensor) {  // values in keys
-      call.data[kV] = call.data[kK];
-      continue;
-    }
     if (own.ndim < 0) {
       if (!tensor.is_none()) return false;
       continue;
@@ -154,11 +151,44 @@ bool RepeatedCall::read_params(Read& call) const {
   return true;
 }
 
-bool RepeatedCall::read_captured(const TorchState& torch, Read& call) const {
+// Codes of 4 bits as bytes: DLPack has no dtype for them.
+bool RepeatedCall::unpack(Read& call) const {
+  for (const int i : {kK, kV}) {
+    if (!options_.packed[i - kK]) continue;
+    call.tensors[i] = TorchState::get().as_bytes(call.tensors[i]);
+    if (!call.tensors[i]) return false;
+  }
+  return true;
+}
+
+// The values of the declared params, those of `params` among them; null if these are others than
+// the repeated call had.
+py::object RepeatedCall::values_of(py::handle params) const {
+  const py::object values = item(held_.captured, 2), given = item(held_.captured, 7);
+  if (!PyDict_CheckExact(params.ptr()) ||
+      static_cast<size_t>(PyDict_GET_SIZE(params.ptr())) != count(given)) {
+    return py::object();
+  }
+  if (count(given) == 0) return values;
+  const py::list now(values);
+  for (size_t i = 0; i < count(given); ++i) {
+    const py::object at = item(item(given, i), 0), name = item(item(given, i), 1);
+    const py::handle value = PyDict_GetItemWithError(params.ptr(), name.ptr());
+    if (!value && PyErr_Occurred()) throw py::error_already_set();
+    const py::object before = now[at];
+    const bool fits = value && (is_same(value, before) || (TorchState::get().is_plain(value) &&
+                                                           TorchState::get().is_plain(before)));
+    if (!fits) return py::object();
+    now[at] = value;
+  }
+  return now;
+}
+
+bool RepeatedCall::read_captured(const TorchState& torch, py::handle given, Read& call) const {
   const py::object extract = item(held_.captured, 0), variant = item(held_.captured, 1),
-                   values = item(held_.captured, 2), key = item(held_.captured, 3),
-                   numbers = item(held_.captured, 4), dtype = item(held_.captured, 5),
-                   params = item(held_.captured, 6);
+                   key = item(held_.captured, 3), numbers = item(held_.captured, 4),
+                   dtype = item(held_.captured, 5), params = item(held_.captured, 6),
+                   selected = item(held_.captured, 8);
   if (!torch.default_dtype().is(dtype)) return false;
   for (size_t i = 0; i < count(params); ++i) {
     const py::object one = item(params, i);
@@ -170,16 +200,19 @@ bool RepeatedCall::read_captured(const TorchState& torch, Read& call) const {
     const py::object before = item(one, 2);
     if (now ? !now.is(before) : !before.is_none()) return false;
   }
+  const py::object values = values_of(given);
+  if (!values) return false;
   const py::object found = extract(variant, values);
   if (found.is_none() || !item(found, 0).equal(key)) return false;
   const py::object tensors = item(found, 1), own_numbers = item(found, 2);
-  if (count(tensors) != params_.size() || count(own_numbers) != count(numbers)) return false;
+  if (count(selected) != params_.size() || count(own_numbers) != count(numbers)) return false;
   for (size_t i = 0; i < count(numbers); ++i) {
     if (!is_same(item(own_numbers, i), item(numbers, i))) return false;
   }
   for (size_t i = 0; i < params_.size(); ++i) {
     const py::object planned = item(held_.planned, i);
-    call.captured.push_back(planned.is_none() ? item(tensors, i) : planned);
+    const size_t from = item(selected, i).cast<size_t>();
+    call.captured.push_back(planned.is_none() ? item(tensors, from) : planned);
     if (!torch.is_plain(call.captured.back())) return false;
   }
   return true;
@@ -189,7 +222,7 @@ bool RepeatedCall::has_derivatives(const TorchState& torch, const Read& call) co
   if (torch.has_tangents()) return true;
   if (!torch.is_grad_enabled()) return false;
   const auto has = [](const py::object& tensor) {
-    return tensor && !tensor.is_none() && TorchState::requires_grad(tensor);
+    return !tensor.is_none() && TorchState::requires_grad(tensor);
   };
   return std::any_of(call.tensors.begin(), call.tensors.end(), has) ||
          std::any_of(call.captured.begin(), call.captured.end(), has);
@@ -250,13 +283,13 @@ py::object RepeatedCall::run(const Tensors& given, double scale, py::handle para
   if (!readable_) return py::none();
   const TorchState& torch = TorchState::get();
   Read call{given, {}, {}, py::reinterpret_borrow<py::object>(params)};
-  if (!read(call) || has_derivatives(torch, call) || !launch(call, scale, scalars))
+  if (!unpack(call) || !read(call) || has_derivatives(torch, call) || !launch(call, scale, scalars))
     return py::none();
   return py::make_tuple(call.tensors[kOut], call.tensors[kLse]);
 }
 
 py::object RepeatedCall::run_again(const Tensors& given, py::handle scale, py::handle return_lse,
-                                   py::handle partial) const {
+                                   py::handle partial, py::handle params) const {
   if (!can_run_again()) return py::none();
   const TorchState& torch = TorchState::get();
   Read call{given, {}, {}, {}};
@@ -264,22 +297,23 @@ py::object RepeatedCall::run_again(const Tensors& given, py::handle scale, py::h
       !is_bool(return_lse, options_.return_lse) || !is_bool(partial, options_.partial)) {
     return py::none();
   }
+  if (options_.num_threads > 0 && torch.num_threads() != options_.num_threads) return py::none();
+  if (options_.by_variable) {
+    const char* const now = target_variable();
+    if (options_.variable != (now == nullptr ? "" : now)) return py::none();
+  }
   double factor = options_.scale;
   if (!scale.is_none()) {
     if (!PyFloat_CheckExact(scale.ptr())) return py::none();
     factor = PyFloat_AS_DOUBLE(scale.ptr());
   }
   if (!std::isfinite(factor)) return py::none();
-  if (options_.values_in_keys) {
-    if (!given[kV].is_none()) return py::none();
-    call.tensors[kV] = py::object();
-  }
   const auto is_plain = [&](const py::object& tensor) {
-    return !tensor || tensor.is_none() || torch.is_plain(tensor);
+    return tensor.is_none() || torch.is_plain(tensor);
   };
-  if (!read(call) || torch.is_profiling() || !torch.is_quiet() ||
-      !std::all_of(call.tensors.begin(), call.tensors.end(), is_plain) ||
-      !read_captured(torch, call) || has_derivatives(torch, call) ||
+  if (torch.is_profiling() || !torch.is_quiet() ||
+      !std::all_of(call.tensors.begin(), call.tensors.end(), is_plain) || !unpack(call) ||
+      !read(call) || !read_captured(torch, params, call) || has_derivatives(torch, call) ||
       !launch(call, factor, held_.scalars)) {
     return py::none();
   }

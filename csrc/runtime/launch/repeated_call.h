@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "launch/batch_call.h"
@@ -50,8 +51,12 @@ class RepeatedCall {
   struct Options {
     int64_t workspace_bytes;
     void *page_indices, *key_blocks;
-    double scale;                                // the default; NaN if there is none
-    bool values_in_keys;                         // v is absent in run_again()
+    double scale;     // the default; NaN if there is none
+    bool packed[2];   // whether k and v are codes of 4 bits, which are read as bytes
+    int num_threads;  // that it was planned for; 0: any
+    // Whether the target is that of FLASHATTN_JIT_TARGET, and what this held (empty: unset).
+    bool by_variable;
+    std::string variable;
     bool return_lse, partial, has_out, has_lse;  // of the call that run_again() repeats
   };
 
@@ -70,9 +75,10 @@ class RepeatedCall {
                        pybind11::handle scalars) const;
 
   // As run(), but first sees whether the call is the same in all other respects: options, torch's
-  // state, and what the variant is bound to. Returns out, or (out, lse), as `BatchAttention.run`.
+  // state, and what the variant is bound to. Returns out, or (out, lse). params: a dict, by name.
   pybind11::object run_again(const Tensors& given, pybind11::handle scale,
-                             pybind11::handle return_lse, pybind11::handle partial) const;
+                             pybind11::handle return_lse, pybind11::handle partial,
+                             pybind11::handle params) const;
 
   bool can_run_again() const { return readable_ && !held_.captured.is_none(); }
   Held& held() { return held_; }
@@ -82,7 +88,9 @@ class RepeatedCall {
 
   bool read(Read& call) const;
   bool read_params(Read& call) const;
-  bool read_captured(const TorchState& torch, Read& call) const;
+  bool unpack(Read& call) const;
+  pybind11::object values_of(pybind11::handle params) const;
+  bool read_captured(const TorchState& torch, pybind11::handle params, Read& call) const;
   bool has_derivatives(const TorchState& torch, const Read& call) const;
   bool is_apart(const Read& call) const;
   bool launch(Read& call, double scale, pybind11::handle scalars) const;

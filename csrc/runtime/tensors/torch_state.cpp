@@ -62,6 +62,8 @@ TorchState::TorchState() {
   threads_ = kept(torch.attr("get_num_threads"));
   default_dtype_ = kept(torch.attr("get_default_dtype"));
   empty_strided_ = kept(torch.attr("empty_strided"));
+  codes4_ = kept(torch.attr("bits4x2"));
+  uint8_ = kept(torch.attr("uint8"));
   const py::object capsule = py::getattr(tensor_, "__dlpack_c_exchange_api__", py::none());
   const auto* api = static_cast<const dlpack::DLPackExchangeAPI*>(
       PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsuleName)
@@ -110,6 +112,12 @@ bool TorchState::describe(Tensor tensor, dlpack::DLTensor& found) const {
   if (describe_(tensor.ptr(), &found) == 0) return found.device.device_type == dlpack::kDLCPU;
   PyErr_Clear();
   return false;
+}
+
+py::object TorchState::as_bytes(Tensor codes) const {
+  if (py::type::handle_of(codes).is(tensor_) && attribute(codes, "dtype").is(codes4_))
+    return codes.attr("view")(uint8_);
+  return py::object();
 }
 
 int TorchState::num_threads() const {

@@ -39,6 +39,9 @@ class TorchState {
   // dtype that DLPack has not; where this torch has no functions for DLPack, for all.
   bool describe(Tensor tensor, dlpack::DLTensor& found) const;
 
+  // The bytes of a tensor of codes of 4 bits, as a view; null for another object.
+  pybind11::object as_bytes(Tensor codes) const;
+
   int num_threads() const;
   pybind11::object default_dtype() const;
 
@@ -52,7 +55,7 @@ class TorchState {
 
   // They live as long as the process.
   pybind11::handle tensor_, parameter_, function_modes_, included_keys_, tensor_keys_, profiling_,
-      grad_enabled_, forward_ad_, threads_, default_dtype_, empty_strided_;
+      grad_enabled_, forward_ad_, threads_, default_dtype_, empty_strided_, codes4_, uint8_;
   int (*describe_)(void*, dlpack::DLTensor*) = nullptr;
   std::vector<uint64_t> quiet_keys_, plain_keys_;
 };

@@ -49,7 +49,7 @@ class Planned:
 
     variant: the planned variant; params: those of its mask. repeats: the newest launches, by what a
     run asks for: its structure, the results that it returns and those that it was given. again:
-    the newest of runs without params, which C repeats alone.
+    the newest of those that C repeats alone.
 
     Immutable except for `variations`, which only grows, `repeats` and `again`: threads may share
     it. With a
@@ -159,7 +159,7 @@ class Planned:
             self._keep(
                 Repeat(
                     variation, ready, layouts, form, asked, bound,
-                    None if params else captured(self.variant, batch.dims, self.params, bound),
+                    captured(self.variant, batch.dims, self.params, params, bound),
                     None if batch.options.v_in_k else self.scale, self.workspace,
                 ),
                 (bound.structure, asked), earlier,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ... import _C
+from ... import _C, env
 from ...codegen.spec import call_target, on_cpu
 from ...errors import InputError
 from ...torch_modes import refuse_capture
-from ...variants.binding import Bound, Swap, bind, bind_outside_modes
+from ...variants.binding import Bound, Swap, bind, bind_outside_modes, captured
 from ...variants.ir.ir import unscaled_integers
 from ...variants.variant import Variant
 from ..arguments import checks
@@ -37,6 +37,7 @@ from ..arguments.calls import (
     result_dtype,
 )
 from ..planning.batch_plan import Batch, Kernels, Options, Variation, vary
+from .repeats import Kind, Repeat, keep_call
 
 _CPU = torch.device("cpu")
 
@@ -272,12 +273,14 @@ def attend(
     direct: bool = True,
     block_states: torch.Tensor | None = None,
     block_size: Sequence[int] = (),
+    kind: Kind | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse) of a dense or packed call with known `requests`; lse is None unless requested.
 
     scale, return_lse, partial, out, lse, target: as for `fa.attention`. swap: see `bind`. direct:
     the result of `is_direct` for q, k and v. block_states: uint8 [batch, num_q_heads, q blocks, kv
-    blocks] of `BlockMask` states, with block_size (q_block, kv_block).
+    blocks] of `BlockMask` states, with block_size (q_block, kv_block). kind: of a call that
+    `call_again` may make again: without params, target and swap.
 
     Raises:
         InputError, ParamError, TraceError, CompileError, TargetError, LaunchError, EmulatorFault,
@@ -286,6 +289,7 @@ def attend(
     bound = (bind if direct else bind_outside_modes)(variant, requests.dims, params, swap)
     known = bound.structure
     checks.check_grad((q, k, v, *bound.tensors))
+    asked = (bool(return_lse), bool(partial), out is not None, lse is not None)
     return_lse = return_lse or lse is not None
     checks.check_lse(return_lse, known.pointwise)
     return_lse = return_lse or (partial and not known.pointwise)
@@ -315,6 +319,7 @@ def attend(
         bound.scalars if known.schedule_reads_scalars else None,
     )
     found = _launches.get(call)
+    new = found is None
     if found is None:
         check_results(out, lse, form, partial, (q, k, v, *bound.tensors))
         plan = _plan(call, requests, bound, variant.name)
@@ -324,10 +329,18 @@ def attend(
     workspace = _workspaces.get(form.device)
     if workspace is None:
         workspace = _workspaces.setdefault(form.device, Workspace(None, form.device))
-    return launch(
+    result = launch(
         plan, ready, q, k, v, out, lse, scale, held, addresses, bound.scalars, workspace,
         block_states,
     )  # fmt: skip
+    if kind is not None and direct and num_threads and not (params or new):
+        repeat = Repeat(
+            plan, ready, layouts, form, asked, bound,
+            captured(variant, requests.dims, params, {}, bound),
+            checks.check_scale(None, form.head_dim), workspace, num_threads, env.target() or "",
+        )  # fmt: skip
+        keep_call(variant, kind, repeat.native)
+    return result
 
 
 def _plan(call: Call, requests: Requests, bound: Bound, name: str) -> Variation:

@@ -1,4 +1,4 @@
-"""Runs on the CPU that are made again, with tensors of the layouts of an earlier run.
+"""Calls on the CPU that are made again, with tensors of the layouts of an earlier one.
 
 The checks and look-ups of a first run are Python, which a kernel evicts from the caches: between
 the layers of a model they take 100 us, several times as long as from the caches. Here C compares
@@ -10,6 +10,7 @@ of a Xeon with AMX).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from ... import _C
 from ...variants.binding import Bound, Captured
 from ...variants.ir.dtypes import CODES4
+from ...variants.variant import FULL, Variant
 from ..arguments import checks
 from ..arguments.calls import Form, Layouts, bind_tensors
 from ..planning.batch_plan import Variation
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 Results = tuple[torch.Tensor, torch.Tensor | None]
 Asked = tuple[bool, bool, bool, bool]
 """What a run asks for: whether return_lse and partial are set, and out and lse given."""
+Kind = tuple[object, ...]
+"""The function that was called, and its other arguments, without tensors."""
 
 _CPU = torch.device("cpu")
 _examples: dict[torch.dtype, torch.Tensor] = {}
@@ -38,15 +42,19 @@ class Repeat:
     launch: made for `form`, and for params of these layouts. native: repeats it in C.
     """
 
-    __slots__ = ("_layouts", "_packed", "_variation", "launch", "native")
+    __slots__ = ("_layouts", "_variation", "launch", "native")
 
     def __init__(
         self, variation: Variation, launch: Launch, layouts: Layouts, form: Form, asked: Asked,
         bound: Bound, captured: Captured | None, scale: float | None, workspace: Workspace,
+        num_threads: int = 0, variable: str | None = None,
     ) -> None:  # fmt: skip
-        """captured: of `bound`, or None where C cannot see whether a variant is bound so again."""
+        """captured: of `bound`, or None where C cannot see whether a variant is bound so again.
+
+        scale: the default. num_threads: that the launch was planned for, if it depends on them.
+        variable: what FLASHATTN_JIT_TARGET held, if the target is its.
+        """
         self._variation, self.launch, self._layouts = variation, launch, layouts
-        self._packed = tuple(dtype == CODES4 for dtype in form.dtypes)
         lse = None
         if launch.return_lse:
             lse = launch.shape[:-1], launch.lse_strides, _example(torch.float32)
@@ -71,7 +79,9 @@ class Repeat:
             page_indices=page_indices,
             key_blocks=key_blocks,
             scale=math.nan if scale is None else scale,
-            values_in_keys=variation.batch.options.v_in_k,
+            packed=(form.dtypes[1] == CODES4, form.dtypes[2] == CODES4),
+            num_threads=num_threads,
+            variable=variable,
             asked=asked,
             captured=captured,
             planned=tuple(planned.get(i) for i in range(len(tensors))),
@@ -86,9 +96,6 @@ class Repeat:
 
         bound: of the launch's structure. out, lse: None where they were. Raises GradError.
         """
-        keys, values = k, v
-        if True in self._packed:
-            keys, values = _as_bytes(k, self._packed[1]), _as_bytes(v, self._packed[2])
         variation = self._variation
         tensors, scalars = variation.values(bound)
         if tensors:
@@ -96,7 +103,44 @@ class Repeat:
         addresses, layouts, _held = bind_tensors(variation.known, tensors)
         if layouts != self._layouts:
             return None
-        return self.native.run(q, keys, values, out, lse, scale, addresses, scalars)
+        return self.native.run(q, k, v, out, lse, scale, addresses, scalars)
+
+
+_NO_CALLS: dict[Kind, tuple[_C.RepeatedCall, ...]] = {}
+_NONE: dict[str, object] = {}
+KEPT = 4
+"""Calls that are kept of one kind, and kinds of a variant's calls."""
+
+
+def call_again(
+    variant: object, kind: Kind, q: torch.Tensor, k: object, v: object, out: torch.Tensor | None,
+    lse: torch.Tensor | None, scale: object, return_lse: bool, partial: bool,
+) -> Any:  # fmt: skip
+    """The result of a dense call like an earlier one of this variant; None, with nothing done, if
+    there was none, or where C cannot see that it is."""
+    if variant is None:
+        variant = FULL
+    elif not isinstance(variant, Variant):
+        return None
+    for call in kept_calls(variant).get(kind, ()):
+        result = call.run_again(q, k, v, out, lse, scale, return_lse, partial, _NONE)
+        if result is not None:
+            return result
+    return None
+
+
+def kept_calls(variant: Variant) -> Mapping[Kind, tuple[_C.RepeatedCall, ...]]:
+    """The calls that `call_again` knows."""
+    return getattr(variant, "_repeats", _NO_CALLS)
+
+
+def keep_call(variant: Variant, kind: Kind, call: _C.RepeatedCall) -> None:
+    """Keeps a call for `call_again`."""
+    known = kept_calls(variant)
+    if kind not in known and len(known) >= KEPT:
+        known = {}
+    kept = (call, *known.get(kind, ())[: KEPT - 1])
+    object.__setattr__(variant, "_repeats", {**known, kind: kept})
 
 
 def _example(dtype: torch.dtype) -> torch.Tensor:
@@ -106,11 +150,3 @@ def _example(dtype: torch.dtype) -> torch.Tensor:
         read = torch.uint8 if dtype == CODES4 else dtype
         found = _examples[dtype] = torch.empty(0, dtype=read, device=_CPU)
     return found
-
-
-def _as_bytes(tensor: torch.Tensor, packed: bool) -> Any:
-    """A tensor as it is read; None, which does not fit, for one that should be packed."""
-    if not packed:
-        return tensor
-    is_codes = type(tensor) is torch.Tensor and tensor.dtype == CODES4
-    return tensor.view(torch.uint8) if is_codes else None

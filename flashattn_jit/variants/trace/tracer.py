@@ -387,13 +387,14 @@ class Tracer:
 class Traced(NamedTuple):
     """The result of tracing a variant.
 
-    finish: computes the values of the slots from captures; None where they are the captures. pins:
-    the values that the trace specialised on. mask_params: declared params that `mask_mod` depends
-    on.
+    finish: computes the values of the slots from captures; None where they are the captures.
+    selected: the captured tensors of the slots; None if one is computed. pins: the values that the
+    trace specialised on. mask_params: declared params that `mask_mod` depends on.
     """
 
     ir: ir.VariantIR
     finish: Finish | None
+    selected: tuple[int, ...] | None
     pins: Mapping[Source, None]
     mask_params: frozenset[str]
 
@@ -518,7 +519,9 @@ def _assemble(
     finish = tracer.program.finish(
         len(tracer.hosts), len(tracer.numbers), [h for h, _ in hosts], [n.node for n in numbers]
     )
-    return Traced(made, finish, tracer.pins, mask_params)
+    raws = tuple(host.raw for host, _ in hosts)
+    selected = None if min(raws, default=0) < 0 else raws
+    return Traced(made, finish, selected, tracer.pins, mask_params)
 
 
 def _tensor_param(host: HostTensor, sizes: Mapping[int, int], taken: set[str]) -> ir.TensorParam:

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.errors import FlashAttnJitError, GradError, InputError
+from flashattn_jit.errors import FlashAttnJitError, GradError, InputError, ParamError
 from flashattn_jit.ops.launching import batch_run
 from flashattn_jit.variants.reference import varlen_reference
 
@@ -492,7 +493,7 @@ def test_objects_that_are_no_plain_tensors_are_not_recognised(odd: object) -> No
         given[i] = odd
         if i < 3 or odd is not None:
             assert native.run(*given, None, 1.0, (), ()) is None
-            assert native.run_again(*given, None, None, False, False) is None
+            assert native.run_again(*given, None, None, False, False, {}) is None
     assert native.run(q, k, v, out, odd if odd is not None else q, 1.0, (), ()) is None
     assert torch.equal(out, torch.full_like(q, 7.0)), "nothing was written"
 
@@ -501,7 +502,8 @@ def repeated(repeat: Any, layouts: Any, **changed: Any) -> _C.RepeatedCall:
     """A call as a run makes it, but for some arguments."""
     given: dict[str, Any] = {
         "params": (), "param_bytes": (), "plan": None, "workspace": None, "workspace_bytes": 0,
-        "page_indices": 0, "key_blocks": 0, "scale": 1.0, "values_in_keys": False,
+        "page_indices": 0, "key_blocks": 0, "scale": 1.0, "packed": (False, False),
+        "num_threads": 0, "variable": None,
         "asked": (False,) * 4, "captured": None, "planned": (), "scalars": (), **changed,
     }  # fmt: skip
     return _C.RepeatedCall(repeat.launch.call, layouts, **given)
@@ -560,6 +562,59 @@ def test_runs_without_params_are_repeated_by_c(variant: Any, bound_runs: list[ob
             case.check(rows, *given, asked.get("scale"))
             assert isinstance(result, tuple) == ("return_lse" in asked or "partial" in asked)
             assert out is None or rows is out
+
+
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+def test_formats_are_repeated_by_c(name: Any, bound_runs: list[object]) -> None:
+    """With scales of the same layouts; others are bound again."""
+    own = fa.kv.Format(*name) if isinstance(name, tuple) else fa.kv.Format(name)
+    case = Case(kv_format=own)
+    for i in range(3):
+        q, k, v = case.tensors()
+        stored = own.quantize(k), own.quantize(v)
+        case.check(case.batch.run(q, *stored), q, *(x.dequantize() for x in stored))
+        assert len(bound_runs) == 1, f"run {i}"
+    scales = stored[0].scales
+    if scales.dim():
+        wide = torch.zeros(*scales.shape[:-1], 2 * scales.shape[-1])[..., ::2].copy_(scales)
+        apart = replace(stored[0], scales=wide)
+        case.check(case.batch.run(q, apart, stored[1]), q, *(x.dequantize() for x in stored))
+        assert len(bound_runs) == 2
+    with pytest.raises(InputError, match="must be an fa.kv.Stored"):
+        case.batch.run(q, k, stored[1])
+    with pytest.raises(InputError, match="k_scale is given"):
+        case.batch.run(q, *stored, k_scale=scales)
+
+
+def test_params_of_runs_are_compared_by_c(bound_runs: list[object]) -> None:
+    case = Case(fa.ALiBi() & fa.SoftCap(5.0) & fa.Causal())
+    given = case.tensors()
+
+    def check(**params: Any) -> int:
+        """The runs that Python bound."""
+        before = len(bound_runs)
+        out = case.batch.run(*given, **params)
+        case.variant = fa.ALiBi(**{k: v for k, v in params.items() if k == "slopes"}) & (
+            fa.SoftCap(float(params.get("cap", 5.0))) & fa.Causal()
+        )
+        case.check(out, *given)
+        return len(bound_runs) - before
+
+    slopes = torch.rand(HEADS[0])
+    assert [check(slopes=slopes), check(slopes=slopes.clone())] == [1, 0]
+    assert [check(slopes=2 * slopes, cap=3.0), check(slopes=slopes, cap=3.0)] == [1, 0]
+    assert [check(slopes=slopes, cap=4.0), check(slopes=slopes, cap=4)] == [1, 1]
+    assert [check(cap=3.0), check(), check(cap=3.0), check()] == [1, 1, 0, 0]
+    assert check(slopes=torch.rand(HEADS[0], 2)[:, 1]) == 1
+    for wrong in (slopes[:2], slopes.tolist(), None, slopes.half(), slopes.to_sparse()):
+        with pytest.raises(ParamError, match="slopes"):
+            case.batch.run(*given, slopes=wrong)
+    for unknown in ({"slope": slopes}, {"slopes": slopes, "slope": 1}, {"window": 3}):
+        with pytest.raises(ParamError):
+            case.batch.run(*given, **unknown)
+    with pytest.raises(GradError):
+        case.batch.run(*given, slopes=slopes.clone().requires_grad_())
+    assert check(slopes=slopes) == 0
 
 
 def test_latents_are_repeated_by_c(bound_runs: list[object]) -> None:
