@@ -498,37 +498,18 @@ class RepeatedCall:
     """
 
     def __init__(
-        self,
-        call: BatchCall,
-        layouts: Sequence[_TensorLayout | None],
-        *,
-        params: Sequence[_TensorLayout],
-        param_bytes: Sequence[int],
-        plan: object,
-        workspace: object,
-        workspace_bytes: int,
-        page_indices: int,
-        key_blocks: int,
-        scale: float,
-        packed: tuple[bool, bool],
-        num_threads: int,
-        variable: str | None,
-        asked: tuple[bool, bool, bool, bool],
-        captured: tuple[Any, ...] | None,
-        planned: tuple[torch.Tensor | None, ...],
-        scalars: tuple[int | float, ...],
-    ) -> None: ...
+        self, call: BatchCall, layouts: Sequence[_TensorLayout | None], *,
+        params: Sequence[_TensorLayout], param_bytes: Sequence[int], plan: object,
+        workspace: object, workspace_bytes: int, page_indices: int, key_blocks: int, scale: float,
+        packed: tuple[bool, bool], num_threads: int, variable: str | None,
+        asked: tuple[bool, bool, bool, bool], captured: tuple[Any, ...] | None,
+        planned: tuple[torch.Tensor | None, ...], scalars: tuple[int | float, ...],
+    ) -> None: ...  # fmt: skip
     def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        scale: float,
-        params: Sequence[int],
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
+        lse: torch.Tensor | None, scale: float, params: Sequence[int],
         scalars: Sequence[int | float],
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
         """Launch, and return (out, lse), which are made where they are None.
 
         params, scalars: addresses of the variant's tensors, of the call's layouts, and its numbers.
@@ -539,17 +520,10 @@ class RepeatedCall:
     @property
     def can_run_again(self) -> bool: ...
     def run_again(
-        self,
-        q: torch.Tensor,
-        k: object,
-        v: object,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        scale: object,
-        return_lse: bool,
-        partial: bool,
+        self, q: torch.Tensor, k: object, v: object, out: torch.Tensor | None,
+        lse: torch.Tensor | None, scale: object, return_lse: bool, partial: bool,
         params: dict[str, object],
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
         """The result of the call with these arguments: out, or (out, lse).
 
         None, with nothing done, as for `run`, and where the call differs from the repeated one in

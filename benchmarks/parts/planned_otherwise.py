@@ -29,7 +29,7 @@ def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
 
 def clear_plans() -> None:
     """Forgets the plans of dense and packed calls."""
-    launches._launches.clear()
+    launches.forget_launches()
     launches._kernels.clear()
 
 
@@ -64,7 +64,7 @@ def planned(run: Run, where: AbstractContextManager[None]) -> tuple[Run, list[Ke
     kernels = [k.spec for plan, _ in plans.values() for k in plan.kernels if k is not None]
 
     def run_planned() -> object:
-        launches._launches.clear()
+        launches.forget_launches()
         launches._launches.update(plans)
         return run()
 

@@ -287,6 +287,8 @@ def captured(
     if same.structure is not bound.structure or repr(same.scalars) != repr(bound.scalars):
         return None
     own = tuple((i, d.name) for i, d in enumerate(variant._declared) if d.name in given)
+    if any(values[i] is not given[name] for i, name in own):  # converted: a new value at each call
+        return None
     return Captured(
         extract, variant, values, key, numbers, torch.get_default_dtype(), held, own,
         result.selected,

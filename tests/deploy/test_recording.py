@@ -55,7 +55,7 @@ def cache(artifact: str, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
 
 def forget() -> None:
     """Forgets launches and kernels of dense and packed calls."""
-    launches._launches.clear()
+    launches.forget_launches()
     launches._kernels.clear()
 
 

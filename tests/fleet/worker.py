@@ -331,13 +331,13 @@ def task_audited(dim: int = 8) -> Json:
 def task_attend_until(gate: str, dims: list[int]) -> Json:
     """Forgets and loads kernels until the gate opens; counts where they came from."""
     from flashattn_jit.jit import module
-    from flashattn_jit.ops.launching.launches import _kernels, _launches
+    from flashattn_jit.ops.launching.launches import _kernels, forget_launches
 
     sources: dict[str, int] = {}
     rounds = 0
     while not Path(gate).exists() or not rounds:
         module.default.forget()
-        _launches.clear()
+        forget_launches()
         _kernels.clear()
         for dim in dims:
             source = _attend(dim)["source"]

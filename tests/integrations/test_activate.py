@@ -31,13 +31,18 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    counted, attend = Calls(), integration.run_dense
+    counted = Calls()
 
-    def count(*args: Any, **kwargs: Any) -> Any:
-        counted.served += 1
-        return attend(*args, **kwargs)
+    def counting(attend: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            results = attend(*args, **kwargs)
+            counted.served += results is not None
+            return results
 
-    monkeypatch.setattr(integration, "run_dense", count)
+        return count
+
+    for name in ("run_dense", "call_again"):
+        monkeypatch.setattr(integration, name, counting(getattr(integration, name)))
     monkeypatch.setattr(integration, "least_flops", lambda *call: 1)
     yield counted
     assert not integration.is_active()

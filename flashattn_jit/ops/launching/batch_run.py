@@ -51,14 +51,14 @@ class Planned:
     run asks for: its structure, the results that it returns and those that it was given. again:
     the newest of those that C repeats alone.
 
-    Immutable except for `variations`, which only grows, `repeats` and `again`: threads may share
-    it. With a
+    Immutable except for `variations`, which only grows, `repeats`, `again` and `noted`: threads may
+    share it. With a
     CUDA graph there is one variation at a time, as there is one block of device memory for it.
     """
 
     __slots__ = (
-        "again", "batch", "cpu", "first", "form", "observed", "params", "pointwise", "repeats",
-        "scale", "state", "variant", "variations", "workspace",
+        "again", "batch", "cpu", "first", "form", "noted", "observed", "params", "pointwise",
+        "repeats", "scale", "state", "variant", "variations", "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +82,7 @@ class Planned:
         self.variations = {(first.known, unaligned): first}
         self.repeats: dict[tuple[Any, ...], tuple[Repeat, ...]] = {}
         self.again: tuple[_C.RepeatedCall, ...] = ()
+        self.noted: frozenset[tuple[Any, ...]] = frozenset()
 
     @property
     def latest(self) -> Variation:
@@ -119,6 +120,7 @@ class Planned:
         for repeat in earlier:
             results = repeat.run(bound, q, k, v, out, lse, factor)
             if results is not None:
+                self._note(repeat, bound, params)
                 return results
         try:
             form = self.form(q, k, v, True)
@@ -156,21 +158,26 @@ class Planned:
         # With a CUDA graph `variations` holds the latest one alone.
         may_repeat = self.cpu and not batch.options.cuda_graph
         if may_repeat and all(repeat.launch is not ready for repeat in earlier):
-            self._keep(
-                Repeat(
-                    variation, ready, layouts, form, asked, bound,
-                    captured(self.variant, batch.dims, self.params, params, bound),
-                    None if batch.options.v_in_k else self.scale, self.workspace,
-                ),
-                (bound.structure, asked), earlier,
+            read = captured(self.variant, batch.dims, self.params, params, bound)
+            made = Repeat(
+                variation, ready, layouts, form, asked, bound, read,
+                None if batch.options.v_in_k else self.scale, self.workspace,
             )  # fmt: skip
+            self.repeats[bound.structure, asked] = (made, *earlier[: KEPT_REPEATS - 1])
+            if read is not None:
+                self.again = (made.native, *self.again[: KEPT_AGAIN - 1])
         return result, lse
 
-    def _keep(self, made: Repeat, key: tuple[Any, ...], earlier: tuple[Repeat, ...]) -> None:
-        """Keeps what repeats a launch."""
-        self.repeats[key] = (made, *earlier[: KEPT_REPEATS - 1])
-        if made.native.can_run_again:
-            self.again = (made.native, *self.again[: KEPT_AGAIN - 1])
+    def _note(self, repeat: Repeat, bound: Bound, params: Params) -> None:
+        """Notes a repeat that C did not recognise, and lets it from the second one on: numbers that
+        the variant reads may be others at each run."""
+        key = (id(repeat), bound.scalars, *params)
+        if key not in self.noted:
+            self.noted = frozenset((key, *self.noted) if len(self.noted) < KEPT_AGAIN else (key,))
+            return
+        read = captured(self.variant, self.batch.dims, self.params, params, bound)
+        if read is not None:
+            self.again = (repeat.of(bound, read), *self.again[: KEPT_AGAIN - 1])
 
     def check_transforms(self, params: Params) -> None:
         """Raises GradError or InputError if the variant holds a tensor of a transform."""

@@ -209,7 +209,7 @@ def test_a_failed_call_leaves_nothing_and_a_later_one_works(
 ) -> None:
     assert not tmp_path.joinpath("empty").exists()
     assert not tmp_path.joinpath("locks").exists()
-    launches._launches.clear()
+    launches.forget_launches()
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "missing")
     q = torch.randn(1, 1, 4, 24)
     fa.attention(q, q, q, fa.variant(score_mod=lambda s, b, h, i, j: s * 0.40625))

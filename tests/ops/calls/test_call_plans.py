@@ -28,7 +28,7 @@ ON_ANY = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def no_earlier_launches() -> None:
     """Entries of earlier tests would lead to evictions in this one."""
-    launches._launches.clear()
+    launches.forget_launches()
 
 
 def latest() -> Variation:
