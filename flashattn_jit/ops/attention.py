@@ -84,16 +84,15 @@ def attention(
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
-    kind: Kind | None = None
     compiling = torch.compiler.is_dynamo_compiling()
-    plain = kv_len is None and target is None and type(q_offset) in (int, str)
-    if not compiling and plain and not params:
-        kind = ("attention", q_offset)
-        result = call_again(variant, kind, q, k, v, out, lse, scale, return_lse, partial)
-        if result is not None:
-            return result  # type: ignore[no-any-return]
+    kind: Kind | None = None
     if isinstance(k, Stored) or isinstance(v, Stored):
         k, v, variant = unwrap(k, v, as_variant(variant), params, True, partial)
+    elif not compiling and kv_len is None and target is None and type(q_offset) in (int, str):
+        kind = ("attention", q_offset)
+        result = call_again(variant, kind, q, k, v, out, lse, scale, return_lse, partial, params)
+        if result is not None:
+            return result  # type: ignore[no-any-return]
     given = (q, k, v) if out is None else (q, k, v, out)
     if lse is not None:
         given = (*given, lse)

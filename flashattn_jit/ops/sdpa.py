@@ -91,7 +91,9 @@ def scaled_dot_product_attention(
     if not compiling and attn_mask is None and not torch._C._is_any_autocast_enabled():
         chosen, kind = CAUSAL if is_causal else FULL, _kind(enable_gqa)
         if type(dropout_p) in (int, float) and not dropout_p:
-            result = call_again(chosen, kind, query, key, value, None, None, scale, False, False)
+            result = call_again(
+                chosen, kind, query, key, value, None, None, scale, False, False, {}
+            )
             if result is not None:
                 return result  # type: ignore[no-any-return]
     if compiling or not (is_direct(query, key, value) and is_plain(scale)):

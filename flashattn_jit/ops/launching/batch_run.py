@@ -27,7 +27,7 @@ from ..keys.storage import check_pages
 from ..planning.batch_params import Params, refuse_mask_params
 from ..planning.batch_plan import Batch, Options, Variation, mask_values, vary
 from .launches import Workspace, check_results, launch, make_launch
-from .repeats import Repeat
+from .repeats import Notes, Repeat
 
 if TYPE_CHECKING:
     from ..device.plan_memory import DeviceState
@@ -51,13 +51,13 @@ class Planned:
     run asks for: its structure, the results that it returns and those that it was given. again:
     the newest of those that C repeats alone.
 
-    Immutable except for `variations`, which only grows, `repeats`, `again` and `noted`: threads may
+    Immutable except for `variations`, which only grows, `repeats`, `again` and `notes`: threads may
     share it. With a
     CUDA graph there is one variation at a time, as there is one block of device memory for it.
     """
 
     __slots__ = (
-        "again", "batch", "cpu", "first", "form", "noted", "observed", "params", "pointwise",
+        "again", "batch", "cpu", "first", "form", "notes", "observed", "params", "pointwise",
         "repeats", "scale", "state", "variant", "variations", "workspace",
     )  # fmt: skip
 
@@ -82,7 +82,7 @@ class Planned:
         self.variations = {(first.known, unaligned): first}
         self.repeats: dict[tuple[Any, ...], tuple[Repeat, ...]] = {}
         self.again: tuple[_C.RepeatedCall, ...] = ()
-        self.noted: frozenset[tuple[Any, ...]] = frozenset()
+        self.notes = Notes()
 
     @property
     def latest(self) -> Variation:
@@ -169,14 +169,14 @@ class Planned:
         return result, lse
 
     def _note(self, repeat: Repeat, bound: Bound, params: Params) -> None:
-        """Notes a repeat that C did not recognise, and lets it from the second one on: numbers that
-        the variant reads may be others at each run."""
+        """Notes a run that C did not recognise, and lets it recognise the next ones."""
         key = (id(repeat), bound.scalars, *params)
-        if key not in self.noted:
-            self.noted = frozenset((key, *self.noted) if len(self.noted) < KEPT_AGAIN else (key,))
+        if not self.notes.is_again(key):
             return
         read = captured(self.variant, self.batch.dims, self.params, params, bound)
-        if read is not None:
+        if read is None:
+            self.notes.give_up(key)
+        else:
             self.again = (repeat.of(bound, read), *self.again[: KEPT_AGAIN - 1])
 
     def check_transforms(self, params: Params) -> None:

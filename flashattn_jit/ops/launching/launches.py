@@ -37,7 +37,7 @@ from ..arguments.calls import (
     result_dtype,
 )
 from ..planning.batch_plan import Batch, Kernels, Options, Variation, vary
-from .repeats import Kind, Repeat, forget_calls, keep_call
+from .repeats import Kind, Notes, Repeat, forget_calls, keep_call
 
 _CPU = torch.device("cpu")
 
@@ -251,8 +251,7 @@ def _stand_in(name: str, tensor: torch.Tensor, address: int) -> int:
 
 _launches: Recent[Call, tuple[Variation, Launch]] = Recent(KEPT_SIZE)
 _kernels: Recent[Options, Kernels] = Recent(64)
-_noted: set[tuple[int, tuple[float, ...]]] = set()
-_KEPT_NOTES = 256
+_notes = Notes()
 _workspaces: dict[torch.device, Workspace] = {}
 
 
@@ -282,7 +281,7 @@ def attend(
     scale, return_lse, partial, out, lse, target: as for `fa.attention`. swap: see `bind`. direct:
     the result of `is_direct` for q, k and v. block_states: uint8 [batch, num_q_heads, q blocks, kv
     blocks] of `BlockMask` states, with block_size (q_block, kv_block). kind: of a call that
-    `call_again` may make again: without params, target and swap.
+    `call_again` may make again: without target and swap.
 
     Raises:
         InputError, ParamError, TraceError, CompileError, TargetError, LaunchError, EmulatorFault,
@@ -334,32 +333,26 @@ def attend(
         plan, ready, q, k, v, out, lse, scale, held, addresses, bound.scalars, workspace,
         block_states,
     )  # fmt: skip
-    if kind is not None and direct and num_threads and not params and _is_again(ready, bound):
-        repeat = Repeat(
-            plan, ready, layouts, form, asked, bound,
-            captured(variant, requests.dims, params, {}, bound),
-            checks.check_scale(None, form.head_dim), workspace, num_threads, env.target() or "",
-        )  # fmt: skip
-        keep_call(variant, kind, repeat.native)
+    if kind is not None and direct and num_threads:
+        note = (id(ready), bound.scalars, *params)
+        if _notes.is_again(note):
+            read = captured(variant, requests.dims, {}, params, bound)
+            if read is None:
+                _notes.give_up(note)
+            else:
+                repeat = Repeat(
+                    plan, ready, layouts, form, asked, bound, read,
+                    checks.check_scale(None, form.head_dim), workspace, num_threads,
+                    env.target() or "",
+                )  # fmt: skip
+                keep_call(variant, kind, repeat.native)
     return result
 
 
 def forget_launches() -> None:
     """Forget the launches of dense and packed calls. For tests and benchmarks."""
     _launches.clear()
-    _noted.clear()
     forget_calls()
-
-
-def _is_again(ready: Launch, bound: Bound) -> bool:
-    """Whether a launch was made before with these numbers, which may be others at each call."""
-    key = (id(ready), bound.scalars)
-    if key in _noted:
-        return True
-    if len(_noted) >= _KEPT_NOTES:
-        _noted.clear()
-    _noted.add(key)
-    return False
 
 
 def _plan(call: Call, requests: Requests, bound: Bound, name: str) -> Variation:

@@ -107,8 +107,30 @@ class Repeat:
         return self.native.run(q, k, v, out, lse, scale, addresses, scalars)
 
 
+class Notes:
+    """Calls that C did not recognise. From the second one of a kind on it shall: the numbers that a
+    variant reads may be others at each call."""
+
+    __slots__ = ("_noted",)
+
+    def __init__(self) -> None:
+        self._noted: dict[tuple[object, ...], bool] = {}
+
+    def is_again(self, key: tuple[object, ...]) -> bool:
+        """Whether the call was noted before, and C may recognise it; notes it."""
+        found = self._noted.get(key)
+        if found is None:
+            if len(self._noted) >= 256:
+                self._noted.clear()
+            self._noted[key] = True
+        return found or False
+
+    def give_up(self, key: tuple[object, ...]) -> None:
+        """Notes that C cannot see whether calls are like this one."""
+        self._noted[key] = False
+
+
 _NO_CALLS: dict[Kind, tuple[_C.RepeatedCall, ...]] = {}
-_NONE: dict[str, object] = {}
 KEPT = 4
 """Calls that are kept of one kind, and kinds of a variant's calls."""
 
@@ -116,6 +138,7 @@ KEPT = 4
 def call_again(
     variant: object, kind: Kind, q: torch.Tensor, k: object, v: object, out: torch.Tensor | None,
     lse: torch.Tensor | None, scale: object, return_lse: bool, partial: bool,
+    params: dict[str, object],
 ) -> Any:  # fmt: skip
     """The result of a dense call like an earlier one of this variant; None, with nothing done, if
     there was none, or where C cannot see that it is."""
@@ -124,7 +147,7 @@ def call_again(
     elif not isinstance(variant, Variant):
         return None
     for call in kept_calls(variant).get(kind, ()):
-        result = call.run_again(q, k, v, out, lse, scale, return_lse, partial, _NONE)
+        result = call.run_again(q, k, v, out, lse, scale, return_lse, partial, params)
         if result is not None:
             return result
     return None
