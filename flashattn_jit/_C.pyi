@@ -520,14 +520,14 @@ class RepeatedCall:
     @property
     def can_run_again(self) -> bool: ...
     def run_again(
-        self, q: torch.Tensor, k: object, v: object, out: torch.Tensor | None,
-        lse: torch.Tensor | None, scale: object, return_lse: bool, partial: bool,
-        params: dict[str, object],
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
-        """The result of the call with these arguments: out, or (out, lse).
+        self, variant: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor | None, lse: torch.Tensor | None, scale: object, return_lse: object,
+        partial: object, params: dict[str, object],
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
+        """(out, lse) of the call with these arguments, on the tensors of a direct call.
 
         None, with nothing done, as for `run`, and where the call differs from the repeated one in
-        what it asks for, in torch's state, or in what the variant has captured.
+        what it asks for, in the number of threads, or in what the variant is bound to.
         """
 
 # --- interval forms of masks ----------------------------------------------------------------------

@@ -189,6 +189,18 @@ def is_quiet_and_plain(*tensors: torch.Tensor, functions: bool = False) -> bool:
     return _learn_devices_of(tensors) and _C.are_plain(*tensors)
 
 
+_examples: dict[torch.dtype, torch.Tensor] = {}
+
+
+def example(dtype: torch.dtype) -> torch.Tensor:
+    """An empty CPU tensor of a dtype."""
+    found = _examples.get(dtype)
+    if found is None:
+        with outside_modes():
+            found = _examples[dtype] = torch.empty(0, dtype=dtype, device=_CPU)
+    return found
+
+
 def is_plain(*values: object) -> bool:
     """Whether all tensors among the values are of torch's own class."""
     for value in values:

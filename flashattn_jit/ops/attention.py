@@ -84,27 +84,27 @@ def attention(
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
-    compiling = torch.compiler.is_dynamo_compiling()
     kind: Kind | None = None
     if isinstance(k, Stored) or isinstance(v, Stored):
         k, v, variant = unwrap(k, v, as_variant(variant), params, True, partial)
-    elif not compiling and kv_len is None and target is None and type(q_offset) in (int, str):
+    elif kv_len is None and target is None and type(q_offset) in (int, str):
         kind = ("attention", q_offset)
-        result = call_again(variant, kind, q, k, v, out, lse, scale, return_lse, partial, params)
-        if result is not None:
-            return result  # type: ignore[no-any-return]
     given = (q, k, v) if out is None else (q, k, v, out)
     if lse is not None:
         given = (*given, lse)
-    direct = not compiling and is_direct(*given)
+    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
     if not (direct and is_plain(kv_len, q_offset, scale)):
         arguments = {
             "scale": scale, "q_offset": q_offset, "kv_len": kv_len, "return_lse": return_lse,
             "partial": partial, "target": target,
         }  # fmt: skip
         return as_op.states("attention", q, k, v, variant, params, arguments, out, lse)  # type: ignore[no-any-return]
-    result, written = run_dense(
-        q, k, v, as_variant(variant), params, scale=scale, q_offset=q_offset, kv_len=kv_len,
+    chosen = as_variant(variant)
+    results = None
+    if kind is not None:
+        results = call_again(chosen, kind, q, k, v, out, lse, scale, return_lse, partial, params)
+    result, written = results or run_dense(
+        q, k, v, chosen, params, scale=scale, q_offset=q_offset, kv_len=kv_len,
         return_lse=return_lse, partial=partial, out=out, lse=lse, target=target, direct=direct,
         kind=kind,
     )  # fmt: skip

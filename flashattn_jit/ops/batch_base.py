@@ -288,12 +288,6 @@ class BatchBase:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """`run` over what this process holds, whether there is a mesh or not."""
         k, v = self._codes(*self._values(k, v, scale), partial, params)
-        if not torch.compiler.is_dynamo_compiling():
-            planned = self._planned
-            for call in () if planned is None else planned.again:
-                result = call.run_again(q, k, v, out, lse, scale, return_lse, partial, params)
-                if result is not None:
-                    return result
         return self._run(q, k, v, (), params, scale, return_lse, partial, out, lse)
 
     def _values(

@@ -87,20 +87,21 @@ def scaled_dot_product_attention(
     Example:
         >>> out = fa.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
-    compiling = torch.compiler.is_dynamo_compiling()
-    if not compiling and attn_mask is None and not torch._C._is_any_autocast_enabled():
-        chosen, kind = CAUSAL if is_causal else FULL, _kind(enable_gqa)
-        if type(dropout_p) in (int, float) and not dropout_p:
-            result = call_again(
-                chosen, kind, query, key, value, None, None, scale, False, False, {}
-            )
-            if result is not None:
-                return result  # type: ignore[no-any-return]
-    if compiling or not (is_direct(query, key, value) and is_plain(scale)):
+    if torch.compiler.is_dynamo_compiling() or not (
+        is_direct(query, key, value) and is_plain(scale)
+    ):
         return as_op.sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
             scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
+    if attn_mask is None and not torch._C._is_any_autocast_enabled():
+        chosen, kind = CAUSAL if is_causal else FULL, _kind(enable_gqa)
+        if type(dropout_p) in (int, float) and not dropout_p:
+            results = call_again(
+                chosen, kind, query, key, value, None, None, scale, False, False, {}
+            )
+            if results is not None:
+                return results[0]
     return run_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, True)
 
 
@@ -134,7 +135,7 @@ def run_sdpa(
         chosen, params = (_KEEP if mask.dtype == torch.bool else ADD), {"attn_mask": mask}
     if not q.shape[1]:
         return with_leading_dims(_without_heads(q, k, v, scale), lead, query.dim())
-    as_given = q is query and k is key and v is value
+    as_given = attn_mask is None and q is query and k is key and v is value
     out, _ = run_dense(
         q, k, v, chosen, params, scale=scale, direct=direct,
         kind=_kind(enable_gqa) if as_given else None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flashattn_jit.errors import ParamError
-from flashattn_jit.torch_modes import is_outside, outside_modes, refuse_transforms
+from flashattn_jit.torch_modes import example, is_outside, outside_modes, refuse_transforms
 from flashattn_jit.variants.capture.extract import (
     Extracted,
     Extractor,
@@ -28,7 +28,7 @@ from flashattn_jit.variants.capture.extract import (
 from flashattn_jit.variants.capture.walk import Walk
 from flashattn_jit.variants.interval.simplify import RangeTableSpec, range_tables, simplify
 from flashattn_jit.variants.ir.ir import Graph, VariantIR
-from flashattn_jit.variants.params import Declared, Dims, resolve
+from flashattn_jit.variants.params import Declared, Dims, Param, resolve
 from flashattn_jit.variants.trace.tracer import Traced, trace_variant
 
 if TYPE_CHECKING:
@@ -240,24 +240,30 @@ def _look_up(
     return None
 
 
-class Captured(NamedTuple):
-    """What `bind` reads at every call. It gives the same `Bound` again, but for the addresses of
-    tensors, where the variant's params were not set again and `extract(variant, values)` gives an
-    equal key, tensors of equal layouts and the same numbers, under the same default dtype.
+GIVEN, OWN, DEFAULT, FIXED = range(4)
+"""Sources of the values of declared params: the call, an attribute of the variant, the param's
+default, the plan."""
 
-    params: (variant, attribute, what it holds, or None) of each declared param that is not given.
-    given: (index in values, name) of those that the call gives. selected: the tensors of the kernel
-    among the extracted ones.
+Described = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]
+"""A layout: shape, strides, and an empty tensor of the dtype."""
+
+
+class Captured(NamedTuple):
+    """What `bind` reads at every call: an equal variant, with the same default dtype, is bound to
+    the same structure and numbers where params and extracted tensors have these layouts, and the
+    key and numbers are equal. It holds no tensor that is given or the variant's own.
+
+    params: (`Param`, attribute, source, value, layout) of each declared param: the layout of a
+    tensor that is given or an attribute, else the value. tensors: the extracted ones. selected:
+    those of the kernel among them.
     """
 
     extract: Extractor
-    variant: Variant
-    values: Sequence[Any]
     key: Any
     numbers: tuple[float, ...]
     default_dtype: torch.dtype
-    params: tuple[tuple[Variant, str, object], ...]
-    given: tuple[tuple[int, str], ...]
+    params: tuple[tuple[Param, str, int, object, Described | None], ...]
+    tensors: tuple[Described, ...]
     selected: tuple[int, ...]
 
 
@@ -268,31 +274,41 @@ def captured(
     """What `bind` read for `bound`; None if it has changed since, or if `bind` also computes
     something from the contents of tensors.
 
-    planned, given: params of all calls and of this one.
+    planned, given: params of the plan and of the call.
     """
-    params = {**planned, **given}
-    held = tuple(
-        (owner, param.name, owner.__dict__.get(param.name))
-        for name, param, owner in variant._declared
-        if name not in params
-    )
-    values = resolve(variant._declared, dims, params, variant.name)
+    if bound.structure.tables:
+        return None
+    params: list[tuple[Param, str, int, object, Described | None]] = []
+    values = resolve(variant._declared, dims, {**planned, **given}, variant.name)
+    for (name, param, owner), value in zip(variant._declared, values, strict=True):
+        source, raw = DEFAULT, value
+        if name in given:
+            source, raw = GIVEN, given[name]
+        elif name in planned:
+            source = FIXED
+        elif param.name in owner.__dict__:
+            source, raw = OWN, owner.__dict__[param.name]
+        if raw is not value:  # converted: a new value at each call
+            return None
+        if source in (GIVEN, OWN) and isinstance(value, torch.Tensor):
+            params.append((param, param.name, source, None, _described(value)))
+        else:
+            params.append((param, param.name, source, value, None))
     found = _look_up(variant, dims, values)
-    if found is None:
+    if found is None or found[0].selected is None:
         return None
     result, extract, (key, tensors, numbers) = found
-    if result.structure.tables or result.selected is None:
-        return None
     same = _finish(result, tensors, numbers, dims)
     if same.structure is not bound.structure or repr(same.scalars) != repr(bound.scalars):
         return None
-    own = tuple((i, d.name) for i, d in enumerate(variant._declared) if d.name in given)
-    if any(values[i] is not given[name] for i, name in own):  # converted: a new value at each call
-        return None
     return Captured(
-        extract, variant, values, key, numbers, torch.get_default_dtype(), held, own,
-        result.selected,
+        extract, key, numbers, torch.get_default_dtype(), tuple(params),
+        tuple(map(_described, tensors)), found[0].selected,
     )  # fmt: skip
+
+
+def _described(tensor: torch.Tensor) -> Described:
+    return tuple(tensor.shape), tensor.stride(), example(tensor.dtype)
 
 
 def bind_outside_modes(

@@ -119,11 +119,8 @@ class Variant:
     __fajit_positional__: ClassVar[tuple[str, ...]] = ()
     __fajit_names__: ClassVar[frozenset[str]] = frozenset({*ir.USER_HOOKS, "normalizer"})
     __fajit_made_by__: ClassVar[tuple[Any, ...]]
-    # Not in __dict__, whose entries are the variant's own. It is set when a call is kept.
-    __slots__ = ("__dict__", "__fajit_repeats__", "__weakref__")
     _shape: Any
     _declared: tuple[Declared, ...]
-    __fajit_repeats__: tuple[Any, ...]  # calls that ops make again, see ops/launching/repeats.py
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

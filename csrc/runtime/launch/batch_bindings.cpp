@@ -27,13 +27,13 @@ void collect_held(PyHeapTypeObject* heap_type) {
   type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (!py::detail::is_holder_constructed(self)) return 0;
-    return py::cast<RepeatedCall&>(py::handle(self)).held().visit([&](py::object& held) {
+    return py::cast<RepeatedCall&>(py::handle(self)).visit([&](py::object& held) {
       Py_VISIT(held.ptr());
       return 0;
     });
   };
   type->tp_clear = [](PyObject* self) {
-    return py::cast<RepeatedCall&>(py::handle(self)).held().visit([](py::object& held) {
+    return py::cast<RepeatedCall&>(py::handle(self)).visit([](py::object& held) {
       held = py::none();
       return 0;
     });
@@ -49,9 +49,9 @@ void bind_repeated_call(py::module_& m) {
                       int64_t workspace_bytes, py::handle page_indices, py::handle key_blocks,
                       double scale, const std::array<bool, 2>& packed, int num_threads,
                       const std::optional<std::string>& variable, const std::array<bool, 4>& asked,
-                      py::object captured, py::object planned, py::object scalars) {
-            RepeatedCall::Held held{std::move(plan), std::move(workspace), std::move(captured),
-                                    std::move(planned), std::move(scalars)};
+                      py::handle captured, py::object planned, py::object scalars) {
+            RepeatedCall::Held held{std::move(plan), std::move(workspace), std::move(planned),
+                                    std::move(scalars)};
             Options options{};
             options.workspace_bytes = workspace_bytes;
             options.page_indices = to_address(page_indices);
@@ -66,8 +66,8 @@ void bind_repeated_call(py::module_& m) {
             options.partial = asked[1];
             options.has_out = asked[2];
             options.has_lse = asked[3];
-            return RepeatedCall(call, layouts, params, std::move(param_bytes), std::move(held),
-                                std::move(options));
+            return std::make_unique<RepeatedCall>(call, layouts, params, std::move(param_bytes),
+                                                  captured, std::move(held), std::move(options));
           }),
           py::arg("call").none(false), py::arg("layouts"), py::kw_only(), py::arg("params"),
           py::arg("param_bytes"), py::arg("plan"), py::arg("workspace"), py::arg("workspace_bytes"),
@@ -87,15 +87,16 @@ void bind_repeated_call(py::module_& m) {
       .def_property_readonly("can_run_again", &RepeatedCall::can_run_again)
       .def(
           "run_again",
-          [](const RepeatedCall& self, py::object q, py::object k, py::object v, py::object out,
-             py::object lse, py::handle scale, py::handle return_lse, py::handle partial,
-             py::handle params) {
+          [](const RepeatedCall& self, py::handle variant, py::object q, py::object k, py::object v,
+             py::object out, py::object lse, py::handle scale, py::handle return_lse,
+             py::handle partial, py::handle params) {
             return self.run_again(
-                {std::move(q), std::move(k), std::move(v), std::move(out), std::move(lse)}, scale,
-                return_lse, partial, params);
+                variant, {std::move(q), std::move(k), std::move(v), std::move(out), std::move(lse)},
+                scale, return_lse, partial, params);
           },
-          py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"),
-          py::arg("scale"), py::arg("return_lse"), py::arg("partial"), py::arg("params"));
+          py::arg("variant"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
+          py::arg("lse"), py::arg("scale"), py::arg("return_lse"), py::arg("partial"),
+          py::arg("params"));
 }
 
 }  // namespace

@@ -97,8 +97,7 @@ void TorchState::learn_plain(const std::vector<uint64_t>& keys) {
 bool TorchState::is_profiling() const { return is_true(called(profiling_)); }
 
 bool TorchState::has_tangents() const {
-  const py::object level = attribute(forward_ad_, "_current_level");
-  return PyLong_AsLong(level.ptr()) >= 0;
+  return attribute(forward_ad_, "_current_level").cast<long>() >= 0;
 }
 
 bool TorchState::is_grad_enabled() const { return is_true(called(grad_enabled_)); }
@@ -120,10 +119,7 @@ py::object TorchState::as_bytes(Tensor codes) const {
   return py::object();
 }
 
-int TorchState::num_threads() const {
-  const py::object count = called(threads_);
-  return static_cast<int>(PyLong_AsLong(count.ptr()));
-}
+int TorchState::num_threads() const { return called(threads_).cast<int>(); }
 
 py::object TorchState::default_dtype() const { return called(default_dtype_); }
 

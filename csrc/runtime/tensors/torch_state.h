@@ -29,9 +29,7 @@ class TorchState {
 
   bool is_profiling() const;
 
-  // Whether tensors may have derivatives that a call would lose: the level of forward-mode
-  // derivatives, or grad mode and a tensor that requires grad.
-  bool has_tangents() const;
+  bool has_tangents() const;  // whether a level of forward-mode derivatives is open
   bool is_grad_enabled() const;
   static bool requires_grad(Tensor tensor);
 

@@ -109,6 +109,12 @@ class Planned:
             levels = range(len(more) + 1)
             k, v = only_pair(((k, v), *more), levels, kind)
             params = level_params(params, levels)
+        for earlier_run in self.again:
+            results = earlier_run.run_again(
+                self.variant, q, k, v, out, lse, scale, return_lse, partial, dict(params)
+            )
+            if results is not None:
+                return results
         if params:
             refuse_mask_params(self.variant, params, self.first.mask_params)
         bound = bind(self.variant, batch.dims, {**self.params, **params} if params else self.params)
@@ -170,14 +176,10 @@ class Planned:
 
     def _note(self, repeat: Repeat, bound: Bound, params: Params) -> None:
         """Notes a run that C did not recognise, and lets it recognise the next ones."""
-        key = (id(repeat), bound.scalars, *params)
-        if not self.notes.is_again(key):
-            return
-        read = captured(self.variant, self.batch.dims, self.params, params, bound)
-        if read is None:
-            self.notes.give_up(key)
-        else:
-            self.again = (repeat.of(bound, read), *self.again[: KEPT_AGAIN - 1])
+        if self.notes.asks_for_c((id(repeat), bound.scalars, *params)):
+            read = captured(self.variant, self.batch.dims, self.params, params, bound)
+            if read is not None:
+                self.again = (repeat.of(bound, read), *self.again[: KEPT_AGAIN - 1])
 
     def check_transforms(self, params: Params) -> None:
         """Raises GradError or InputError if the variant holds a tensor of a transform."""

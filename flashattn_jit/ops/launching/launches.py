@@ -333,25 +333,23 @@ def attend(
         plan, ready, q, k, v, out, lse, scale, held, addresses, bound.scalars, workspace,
         block_states,
     )  # fmt: skip
-    if kind is not None and direct and num_threads:
-        note = (id(ready), bound.scalars, *params)
-        if _notes.is_again(note):
-            read = captured(variant, requests.dims, {}, params, bound)
-            if read is None:
-                _notes.give_up(note)
-            else:
-                repeat = Repeat(
-                    plan, ready, layouts, form, asked, bound, read,
-                    checks.check_scale(None, form.head_dim), workspace, num_threads,
-                    env.target() or "",
-                )  # fmt: skip
-                keep_call(variant, kind, repeat.native)
+    note = (id(ready), bound.scalars, kind, *params)
+    if kind is not None and direct and num_threads and _notes.asks_for_c(note):
+        read = captured(variant, requests.dims, {}, params, bound)
+        if read is not None:
+            repeat = Repeat(
+                plan, ready, layouts, form, asked, bound, read,
+                checks.check_scale(None, form.head_dim), workspace, num_threads,
+                env.target() or "",
+            )  # fmt: skip
+            keep_call(variant, kind, repeat.native, requests.size)
     return result
 
 
 def forget_launches() -> None:
     """Forget the launches of dense and packed calls. For tests and benchmarks."""
     _launches.clear()
+    _notes.clear()
     forget_calls()
 
 

@@ -38,7 +38,6 @@ class MixedPlanned:
     """
 
     __slots__ = ("_finishes", "of_level", "parts", "pointwise", "variant")
-    again = ()
 
     def __init__(self, parts: Sequence[Planned], of_level: Sequence[int]) -> None:
         self.parts, self.of_level = tuple(parts), tuple(of_level)

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ... import _C
+from ...torch_modes import example
 from ...variants.binding import Bound, Captured
 from ...variants.ir.dtypes import CODES4
-from ...variants.variant import FULL, Variant
+from ...variants.variant import Variant
 from ..arguments import checks
-from ..arguments.calls import Form, Layouts, bind_tensors
+from ..arguments.calls import KEPT_SIZE, Form, Layouts, Recent, bind_tensors
 from ..planning.batch_plan import Variation
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ Asked = tuple[bool, bool, bool, bool]
 """What a run asks for: whether return_lse and partial are set, and out and lse given."""
 Kind = tuple[object, ...]
 """The function that was called, and its other arguments, without tensors."""
-
-_CPU = torch.device("cpu")
-_examples: dict[torch.dtype, torch.Tensor] = {}
 
 
 class Repeat:
@@ -109,78 +106,60 @@ class Repeat:
 
 class Notes:
     """Calls that C did not recognise. From the second one of a kind on it shall: the numbers that a
-    variant reads may be others at each call."""
+    variant reads may be others at each call. It is tried twice, as each try takes 20 us."""
 
     __slots__ = ("_noted",)
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[object, ...], bool] = {}
+        self._noted: dict[tuple[object, ...], int] = {}
 
-    def is_again(self, key: tuple[object, ...]) -> bool:
-        """Whether the call was noted before, and C may recognise it; notes it."""
-        found = self._noted.get(key)
-        if found is None:
+    def asks_for_c(self, key: tuple[object, ...]) -> bool:
+        """Notes a call; whether C shall recognise the next one."""
+        count = self._noted.get(key, 0)
+        if count < _MOST_TRIES:
             if len(self._noted) >= 256:
                 self._noted.clear()
-            self._noted[key] = True
-        return found or False
+            self._noted[key] = count + 1
+        return 0 < count < _MOST_TRIES
 
-    def give_up(self, key: tuple[object, ...]) -> None:
-        """Notes that C cannot see whether calls are like this one."""
-        self._noted[key] = False
+    def clear(self) -> None:
+        """Forgets what was noted."""
+        self._noted.clear()
 
 
-_NO_CALLS: dict[Kind, tuple[_C.RepeatedCall, ...]] = {}
-KEPT = 4
-"""Calls that are kept of one kind, and kinds of a variant's calls."""
+_MOST_TRIES = 3  # the first of which only notes
+_KEPT = 8  # calls of one kind
+_calls: Recent[tuple[object, ...], tuple[_C.RepeatedCall, ...]] = Recent(KEPT_SIZE)
 
 
 def call_again(
-    variant: object, kind: Kind, q: torch.Tensor, k: object, v: object, out: torch.Tensor | None,
-    lse: torch.Tensor | None, scale: object, return_lse: bool, partial: bool,
-    params: dict[str, object],
-) -> Any:  # fmt: skip
-    """The result of a dense call like an earlier one of this variant; None, with nothing done, if
-    there was none, or where C cannot see that it is."""
-    if variant is None:
-        variant = FULL
-    elif not isinstance(variant, Variant):
-        return None
-    for call in kept_calls(variant).get(kind, ()):
-        result = call.run_again(q, k, v, out, lse, scale, return_lse, partial, params)
-        if result is not None:
-            return result
+    variant: Variant, kind: Kind, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor | None, lse: torch.Tensor | None, scale: object, return_lse: bool,
+    partial: bool, params: dict[str, object],
+) -> Results | None:  # fmt: skip
+    """(out, lse) of a dense call like an earlier one of such a variant; None, with nothing done, if
+    there was none, or where C cannot see that it is.
+
+    The tensors are those of direct calls (`is_direct`).
+    """
+    for call in _calls.get((variant._shape, *kind), ()):
+        results = call.run_again(variant, q, k, v, out, lse, scale, return_lse, partial, params)
+        if results is not None:
+            return results
     return None
 
 
-def kept_calls(variant: Variant) -> Mapping[Kind, tuple[_C.RepeatedCall, ...]]:
-    """The calls that `call_again` knows."""
-    kept = getattr(variant, "__fajit_repeats__", None)
-    return kept[1] if kept is not None and kept[0] is _era else _NO_CALLS
-
-
-def keep_call(variant: Variant, kind: Kind, call: _C.RepeatedCall) -> None:
-    """Keeps a call for `call_again`."""
-    known = kept_calls(variant)
-    if kind not in known and len(known) >= KEPT:
-        known = {}
-    kept = (call, *known.get(kind, ())[: KEPT - 1])
-    object.__setattr__(variant, "__fajit_repeats__", (_era, {**known, kind: kept}))
-
-
-_era = object()
+def keep_call(variant: Variant, kind: Kind, call: _C.RepeatedCall, size: int) -> None:
+    """Keeps a call for `call_again`. size: of its plan."""
+    key = (variant._shape, *kind)
+    _calls.keep(key, (call, *_calls.get(key, ())[: _KEPT - 1]), _KEPT * size)
 
 
 def forget_calls() -> None:
-    """Forget the calls of all variants. For tests and benchmarks."""
-    global _era
-    _era = object()
+    """Forget all calls. For tests and benchmarks."""
+    _calls.clear()
 
 
 def _example(dtype: torch.dtype) -> torch.Tensor:
     """A tensor of a dtype; DLPack has none for codes of 4 bits, which are read as bytes."""
-    found = _examples.get(dtype)
-    if found is None:
-        read = torch.uint8 if dtype == CODES4 else dtype
-        found = _examples[dtype] = torch.empty(0, dtype=read, device=_CPU)
-    return found
+    return example(torch.uint8 if dtype == CODES4 else dtype)

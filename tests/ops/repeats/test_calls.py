@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +16,8 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import host_target, host_targets
-from flashattn_jit.errors import FlashAttnJitError, GradError, InputError
+from flashattn_jit.errors import FlashAttnJitError, GradError, InputError, ParamError
 from flashattn_jit.ops.launching import launches, repeats
-from flashattn_jit.ops.launching.repeats import kept_calls
 from flashattn_jit.variants.reference import attention_reference as reference
 
 SHAPE, KEYS = (2, 4, 5, 32), (2, 2, 40, 32)
@@ -81,8 +82,7 @@ def test_another_offset_or_layout_is_another_call() -> None:
                 given = q, k[:, :, :keys], v[:, :, :keys]
                 check(fa.attention(*given, variant, q_offset=q_offset), given, variant,
                       q_offset=q_offset)  # fmt: skip
-    assert len(kept_calls(variant)) <= repeats.KEPT
-    assert all(len(calls) <= repeats.KEPT for calls in kept_calls(variant).values())
+    assert max(len(calls) for calls in repeats._calls.values()) <= repeats._KEPT
 
 
 def test_params_are_read_at_each_call(checked_calls: list[object]) -> None:
@@ -199,25 +199,177 @@ def test_other_offsets(q_offset: Any) -> None:
             fa.attention(*given, variant, q_offset=q_offset)
 
 
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows at each try to let C recognise a call."""
+    found: list[object] = []
+    captured = launches.captured
+
+    def counted(*arguments: Any) -> Any:
+        found.append(arguments)
+        return captured(*arguments)
+
+    monkeypatch.setattr(launches, "captured", counted)
+    return found
+
+
+def test_new_variants_of_one_shape(checked_calls: list[object]) -> None:
+    """As calls make them: fa.attention(q, k, v, fa.SlidingWindow(7)), or a function."""
+    launches.forget_launches()
+    given = tensors()
+    for make in (
+        fa.Causal, lambda: fa.SlidingWindow(7), lambda: fa.ALiBi() & fa.Causal(),
+        lambda: (lambda b, h, i, j: j <= i + 2),
+    ):  # fmt: skip
+        fa.attention(*given, make()), fa.attention(*given, make())
+        count = len(checked_calls)
+        for _ in range(3):
+            check(fa.attention(*given, make()), given, make())
+        assert len(checked_calls) == count
+    for window in (7, 3, 7, 12, 3, 40):
+        for _ in range(3):
+            variant = fa.SlidingWindow(window)
+            check(fa.attention(*given, variant), given, variant)
+
+
+def test_what_c_cannot_recognise_is_tried_twice(tries: list[object]) -> None:
+    launches.forget_launches()
+    given = tensors()
+    variant = fa.SoftCap(5.0)
+    for _ in range(9):
+        check(fa.attention(*given, variant, scale=1), given, variant, scale=1.0)
+    assert len(tries) == 2
+    for i in range(60):  # other numbers in turn
+        fa.attention(*given, fa.SoftCap(1.0 + i % 6))
+    assert len(tries) <= 2 + 2 * 6
+    computed = fa.variant(score_mod=lambda s, b, h, i, j: s + (2 * torch.ones(HEADS))[h])
+    count = len(tries)
+    for _ in range(9):
+        fa.attention(*given, computed)
+    assert len(tries) <= count + 2
+
+
+def test_masks_of_sdpa_are_not_kept(tries: list[object]) -> None:
+    q, k, v = tensors()
+    for _ in range(4):
+        mask = torch.randn(5, 40)
+        out = fa.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+    assert not tries
+
+
+def test_sizes_of_tensors_that_the_kernel_does_not_read() -> None:
+    limit: Any = torch.zeros(30)
+    variant = fa.variant(mask_mod=lambda b, h, i, j: j < limit.shape[0])
+    given = tensors()
+    for size in (30, 9, 30):
+        limit = torch.zeros(size)
+        for _ in range(4):
+            check(fa.attention(*given, variant), given, variant)
+
+    class Sized(fa.Variant):
+        t: torch.Tensor = fa.tensor("n")
+        unread: torch.Tensor = fa.tensor("num_q_heads")
+
+        def score_mod(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return score * self.t.shape[0] * 0.25
+
+    for size in (3, 8, 3):
+        params = {"t": torch.zeros(size), "unread": torch.zeros(HEADS)}
+        for _ in range(4):
+            check(fa.attention(*given, Sized(), **params), given, Sized(**params))
+        with pytest.raises(ParamError, match="unread"):
+            fa.attention(*given, Sized(), **params | {"unread": torch.zeros(9)})
+
+
+@pytest.mark.parametrize("scale", [1e39, -1e300, float("nan"), float("inf")])
+def test_scales_that_float32_does_not_hold(scale: float) -> None:
+    given = tensors()
+    for _ in range(4):
+        fa.attention(*given, scale=0.5)
+        with pytest.raises(InputError, match="finite"):
+            fa.attention(*given, scale=scale)
+
+
+def test_a_variant_with_attributes_of_another() -> None:
+    class Doubled(fa.Variant):
+        inner: Any
+
+        def score_mod(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return 2.0 * score
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or "inner" not in self.__dict__:
+                raise AttributeError(name)
+            return getattr(self.__dict__["inner"], name)
+
+    inner = fa.Causal()
+    doubled, given = Doubled(inner=inner), tensors()
+    expected = fa.attention(*given, Doubled(inner=fa.Causal()), target=host_target())
+    for _ in range(5):
+        check(fa.attention(*given, inner), given, inner)
+        assert torch.equal(fa.attention(*given, doubled), expected)
+
+
+def test_threads_with_params_of_their_own() -> None:
+    variant, given = fa.ALiBi(), tensors()
+    slopes = [torch.rand(HEADS) for _ in range(4)]
+    expected = [fa.attention(*given, variant, slopes=s) for s in slopes]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(3000):
+            if not torch.equal(fa.attention(*given, variant, slopes=slopes[i]), expected[i]):
+                wrong.append(i)
+
+    before, interval = torch.get_num_threads(), sys.getswitchinterval()
+    torch.set_num_threads(1)
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+        sys.setswitchinterval(interval)
+    assert not wrong
+
+
+def test_tensors_of_calls_are_not_kept() -> None:
+    """Neither captured ones, nor params, nor those of a variant: they go at once."""
+    given = tensors()
+
+    def call(kind: str) -> Any:
+        bias = torch.rand(HEADS)
+        if kind == "captured":
+            fa.attention(*given, lambda s, b, h, i, j: s + bias[h])
+        elif kind == "given":
+            fa.attention(*given, fa.ALiBi(), slopes=bias)
+        else:
+            fa.attention(*given, fa.ALiBi(slopes=bias) & fa.Causal())
+        return weakref.ref(bias)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for kind in ("captured", "given"):
+            assert all(call(kind)() is None for _ in range(6)), kind
+        own = [call("own") for _ in range(6)]
+        gc.collect()  # a variant with params refers to itself
+        assert all(tensor() is None for tensor in own)
+    finally:
+        gc.enable()
+
+
 def test_copies_and_pickles_of_a_variant_that_was_called() -> None:
     variant, given = fa.SlidingWindow(7), tensors()
     for _ in range(3):
         fa.attention(*given, variant)
-    assert kept_calls(variant)
     for other in (copy.copy(variant), copy.deepcopy(variant), pickle.loads(pickle.dumps(variant))):
-        assert not kept_calls(other)
         other.window = 3
         for _ in range(3):
             check(fa.attention(*given, other), given, fa.SlidingWindow(3))
     check(fa.attention(*given, variant), given, variant)
-
-
-def test_a_variant_that_was_called_is_collected() -> None:
-    variant, given = fa.ALiBi(), tensors()
-    for _ in range(3):
-        fa.attention(*given, variant)
-    assert kept_calls(variant)
-    gone = weakref.ref(variant)
-    del variant
-    gc.collect()
-    assert gone() is None

@@ -438,7 +438,7 @@ def test_objects_that_are_no_plain_tensors_are_not_recognised(odd: object) -> No
         given[i] = odd
         if i < 3 or odd is not None:
             assert native.run(*given, None, 1.0, (), ()) is None
-            assert native.run_again(*given, None, None, False, False, {}) is None
+            assert native.run_again(fa.Causal(), *given, None, None, False, False, {}) is None
     assert native.run(q, k, v, out, odd if odd is not None else q, 1.0, (), ()) is None
     assert torch.equal(out, torch.full_like(q, 7.0)), "nothing was written"
 
