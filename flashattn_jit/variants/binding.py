@@ -240,6 +240,12 @@ def _look_up(
     return None
 
 
+def shape_of(variant: Variant) -> Any:
+    """The class, the code of functions or the parts of a variant: variants of one shape are read
+    alike."""
+    return variant._shape
+
+
 GIVEN, OWN, DEFAULT, FIXED = range(4)
 """Sources of the values of declared params: the call, an attribute of the variant, the param's
 default, the plan."""

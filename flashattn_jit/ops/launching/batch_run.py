@@ -52,8 +52,8 @@ class Planned:
     the newest of those that C repeats alone.
 
     Immutable except for `variations`, which only grows, `repeats`, `again` and `notes`: threads may
-    share it. With a
-    CUDA graph there is one variation at a time, as there is one block of device memory for it.
+    share it. With a CUDA graph there is one variation at a time, as there is one block of device
+    memory for it.
     """
 
     __slots__ = (
@@ -109,9 +109,10 @@ class Planned:
             levels = range(len(more) + 1)
             k, v = only_pair(((k, v), *more), levels, kind)
             params = level_params(params, levels)
-        for earlier_run in self.again:
-            results = earlier_run.run_again(
-                self.variant, q, k, v, out, lse, scale, return_lse, partial, dict(params)
+        given = dict(params)
+        for call in self.again:
+            results = call.run_again(
+                self.variant, q, k, v, out, lse, scale, return_lse, partial, given
             )
             if results is not None:
                 return results
@@ -144,20 +145,20 @@ class Planned:
         addresses, layouts, held = bind_tensors(variation.known, tensors)
         return_lse = return_lse or lse is not None
         with_lse = return_lse or (partial and not self.pointwise)
-        call = Call(
+        wanted = Call(
             form, batch.lengths, bound.structure, layouts, given_layouts(out, lse), with_lse,
             partial, batch.options.target, int(self.cpu), not unaligned,
         )  # fmt: skip
-        ready = variation.launches.get(call)
+        ready = variation.launches.get(wanted)
         if return_lse:
             checks.check_lse(return_lse, self.pointwise)
         if ready is None:
             _check_call(self, q, k, v)
             check_results(out, lse, form, partial, (q, k, v, *tensors))
-            ready = make_launch(variation, call, out, lse, tensors)
+            ready = make_launch(variation, wanted, out, lse, tensors)
             if len(variation.launches) >= KEPT_LAUNCHES:
                 variation.launches.clear()
-            variation.launches[call] = ready
+            variation.launches[wanted] = ready
         result, lse = launch(
             variation, ready, q, k, v, out, lse, factor, held, addresses, scalars, self.workspace
         )

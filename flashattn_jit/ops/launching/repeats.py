@@ -2,13 +2,13 @@
 
 The checks and look-ups of a first call are Python, which a kernel evicts from the caches: between
 the layers of a model they take several times as long as from the caches. Here C compares the
-tensors, read by torch's functions for DLPack, and launches. It also compares what the variant has
-captured (`Captured`), where nothing is computed from contents of tensors: then no Python of a call
+tensors, read by torch's functions for DLPack, and launches. It also compares what the variant is
+bound to (`Captured`), where nothing is computed from contents of tensors: then no Python of a call
 is left but the function that reads the captures.
 
 A run of one request of 16 keys, with what Python bound before and with C alone (bf16, 8 heads over
-2, head_dim 64; by hand, 2 cores of a Xeon): 16 and 7 us, int8 pages 40 and 22 us; after other work
-that fills the caches 50 and 27, 93 and 54 us. `fa.attention` likewise: 22 and 13, 70 and 45 us.
+2, head_dim 64; by hand, 2 cores of a Xeon): 16 and 8 us, int8 pages 40 and 22 us; after other work
+that fills the caches 50 and 27, 93 and 54 us.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from ... import _C
 from ...torch_modes import example
-from ...variants.binding import Bound, Captured
+from ...variants.binding import Bound, Captured, shape_of
 from ...variants.ir.dtypes import CODES4
 from ...variants.variant import Variant
 from ..arguments import checks
@@ -142,7 +142,7 @@ def call_again(
 
     The tensors are those of direct calls (`is_direct`).
     """
-    for call in _calls.get((variant._shape, *kind), ()):
+    for call in _calls.get((shape_of(variant), *kind), ()):
         results = call.run_again(variant, q, k, v, out, lse, scale, return_lse, partial, params)
         if results is not None:
             return results
@@ -151,7 +151,7 @@ def call_again(
 
 def keep_call(variant: Variant, kind: Kind, call: _C.RepeatedCall, size: int) -> None:
     """Keeps a call for `call_again`. size: of its plan."""
-    key = (variant._shape, *kind)
+    key = (shape_of(variant), *kind)
     _calls.keep(key, (call, *_calls.get(key, ())[: _KEPT - 1]), _KEPT * size)
 
 
