@@ -50,6 +50,9 @@ def are_plain(*tensors: object) -> bool:
     """Whether all are tensors of torch's own classes with keys that were learned."""
 
 def is_profiling() -> bool: ...
+def is_direct(*tensors: object) -> bool:
+    """`are_plain`, in a thread that `is_quiet` and does not profile."""
+
 def target_variable() -> str | None:
     """FLASHATTN_JIT_TARGET of the process environment, which `os.environ` writes through to."""
 

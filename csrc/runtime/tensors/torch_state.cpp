@@ -88,6 +88,11 @@ bool TorchState::is_plain(Tensor tensor) const {
          has(plain_keys_, raw(checked(PyObject_CallOneArg(tensor_keys_.ptr(), tensor.ptr()))));
 }
 
+bool TorchState::are_plain(const py::tuple& tensors) const {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [&](py::handle tensor) { return is_plain(tensor); });
+}
+
 void TorchState::learn_plain(const std::vector<uint64_t>& keys) {
   for (const uint64_t key : keys) {
     if (!has(plain_keys_, key)) plain_keys_.push_back(key);
@@ -138,10 +143,10 @@ void bind_torch_state(py::module_& m) {
   m.def(
       "is_quiet", [](bool functions) { return TorchState::get().is_quiet(functions); },
       py::arg("functions") = false);
-  m.def("are_plain", [](const py::args& tensors) {
+  m.def("are_plain", [](const py::args& tensors) { return TorchState::get().are_plain(tensors); });
+  m.def("is_direct", [](const py::args& tensors) {
     const TorchState& torch = TorchState::get();
-    return std::all_of(tensors.begin(), tensors.end(),
-                       [&](py::handle tensor) { return torch.is_plain(tensor); });
+    return !torch.is_profiling() && torch.is_quiet() && torch.are_plain(tensors);
   });
   m.def("is_profiling", [] { return TorchState::get().is_profiling(); });
 }

@@ -25,6 +25,7 @@ class TorchState {
 
   // Whether it is a tensor of torch's own classes with the dispatch keys of one that was learned.
   bool is_plain(Tensor tensor) const;
+  bool are_plain(const pybind11::tuple& tensors) const;
   void learn_plain(const std::vector<uint64_t>& keys);
 
   bool is_profiling() const;
