@@ -521,7 +521,8 @@ class RepeatedCall:
         """
 
     @property
-    def can_run_again(self) -> bool: ...
+    def can_run_again(self) -> bool:
+        """Whether there is a `captured`, and DLPack describes all tensors."""
     def run_again(
         self, variant: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor | None, lse: torch.Tensor | None, scale: object, return_lse: object,

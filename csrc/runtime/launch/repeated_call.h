@@ -43,8 +43,8 @@ class RepeatedCall {
   };
 
   // layouts: of q, k, v, out and lse, each (shape, strides, a tensor of the dtype), or None for a
-  // call without lse. params: of the tensors that the variant reads, likewise; param_bytes: their
-  // extents. captured: for run_again(), or None.
+  // call without lse. params: of the tensors that the variant reads, likewise; param_bytes: the
+  // extents of those that are the user's, which come first. captured: for run_again(), or None.
   RepeatedCall(std::shared_ptr<const BatchCall> call, pybind11::handle layouts,
                pybind11::handle params, std::vector<int64_t> param_bytes, pybind11::handle captured,
                Held held, Options options);

@@ -41,7 +41,9 @@ BoundVariant::BoundVariant(py::handle captured) {
   const Items declared(params, "params");
   for (size_t i = 0; i < declared.size(); ++i) {
     const Items one = exactly(declared[i], 5, "a param");
-    Param param{one[0], one[1], one[3], static_cast<Source>(to_int64(one[2], "a source")), {}};
+    const int64_t source = to_int64(one[2], "a source");
+    if (source < kGiven || source > kFixed) throw py::value_error("a source is unknown");
+    Param param{one[0], one[1], one[3], static_cast<Source>(source), {}};
     if (!one[4].is_none()) {
       param.layout = TensorLayout::of(one[4]);
       readable_ &= param.layout.ndim >= 0;

@@ -16,11 +16,11 @@ class BoundVariant {
  public:
   explicit BoundVariant(pybind11::handle captured);
 
-  // Whether all its tensors can be described.
+  // Whether DLPack describes all its tensors.
   bool is_readable() const { return readable_; }
 
-  // Whether a variant of the same shape (`Variant._shape`), with params given by name, would be
-  // bound so. Adds the tensors of the kernel. Runs Python code.
+  // Whether a variant of the same shape (`shape_of`), with params given by name, would be bound so;
+  // then the tensors of the kernel are added to `tensors`. Runs Python code.
   bool fits(pybind11::handle variant, pybind11::handle given,
             std::vector<pybind11::object>& tensors) const;
 
@@ -30,15 +30,17 @@ class BoundVariant {
       if (const int stopped = each(*one)) return stopped;
     }
     for (Param& param : params_) {
-      if (const int stopped = each(param.value)) return stopped;
+      for (pybind11::object* one : {&param.declaration, &param.name, &param.value}) {
+        if (const int stopped = each(*one)) return stopped;
+      }
     }
     return 0;
   }
 
  private:
-  enum Source { kGiven, kOwn, kDefault, kFixed };  // see `Source` in variants/binding.py
+  enum Source { kGiven, kOwn, kDefault, kFixed };  // as in variants/binding.py
   struct Param {
-    pybind11::object declaration, name, value;  // no value of a tensor that is given or own
+    pybind11::object declaration, name, value;  // value: None for a tensor that is given or own
     Source source;
     TensorLayout layout;  // of a tensor that is given or own
   };

@@ -18,12 +18,12 @@ class TorchState {
 
   static TorchState& get();
 
-  // Whether no mode or transform is active in this thread; functions: except for torch-function
-  // modes. The keys that say so are learned: `DispatchKeySet.raw_repr()` of a thread without any.
+  // Whether no mode or transform is active in this thread; with functions, torch-function modes do
+  // not count. learn_quiet: the keys (`DispatchKeySet.raw_repr()`) of threads without any.
   bool is_quiet(bool functions = false) const;
   void learn_quiet(std::vector<uint64_t> keys) { quiet_keys_ = std::move(keys); }
 
-  // Whether it is a tensor of torch's own classes with the dispatch keys of one that was learned.
+  // Whether it is a tensor of torch's own classes with dispatch keys that were learned.
   bool is_plain(Tensor tensor) const;
   bool are_plain(const pybind11::tuple& tensors) const;
   void learn_plain(const std::vector<uint64_t>& keys);
@@ -35,7 +35,7 @@ class TorchState {
   static bool requires_grad(Tensor tensor);
 
   // Describes a tensor in host memory. False for what is no tensor of torch's own classes, or has a
-  // dtype that DLPack has not; where this torch has no functions for DLPack, for all.
+  // dtype that DLPack does not have; where this torch has no functions for DLPack, for all.
   bool describe(Tensor tensor, dlpack::DLTensor& found) const;
 
   // The bytes of a tensor of codes of 4 bits, as a view; null for another object.

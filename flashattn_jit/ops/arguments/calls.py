@@ -46,6 +46,7 @@ class Recent(dict[_Key, _Value]):
     def keep(self, key: _Key, value: _Value, size: int = 1) -> _Value:
         """Adds a value, and returns it."""
         with self._lock:
+            self.pop(key, None)  # a key that is kept again is the newest
             self[key] = value
             self._total += size - self._sizes.get(key, 0)
             self._sizes[key] = size
@@ -351,6 +352,12 @@ def bind_tensors(
         raise
     if 0 in addresses:
         need_values("a tensor of the variant", "a kernel reads them", tensors)
+        for name, tensor, address in zip(known.tensor_names, tensors, addresses, strict=True):
+            if tensor.numel() and not address:
+                raise InputError(
+                    f"param {name!r} has no memory: its storage was freed or resized to 0 bytes; "
+                    "pass a tensor that has its values"
+                )
     return (
         addresses,
         tuple([(tuple(t.shape), t.stride()) for t in tensors]),

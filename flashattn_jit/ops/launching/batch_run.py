@@ -177,7 +177,7 @@ class Planned:
 
     def _note(self, repeat: Repeat, bound: Bound, params: Params) -> None:
         """Notes a run that C did not recognise, and lets it recognise the next ones."""
-        if self.notes.asks_for_c((id(repeat), bound.scalars, *params)):
+        if self.notes.count((id(repeat), bound.scalars, *params)):
             read = captured(self.variant, self.batch.dims, self.params, params, bound)
             if read is not None:
                 self.again = (repeat.of(bound, read), *self.again[: KEPT_AGAIN - 1])

@@ -334,7 +334,7 @@ def attend(
         block_states,
     )  # fmt: skip
     note = (id(ready), bound.scalars, kind, *params)
-    if kind is not None and direct and num_threads and _notes.asks_for_c(note):
+    if kind is not None and direct and num_threads and _notes.count(note):
         read = captured(variant, requests.dims, {}, params, bound)
         if read is not None:
             repeat = Repeat(

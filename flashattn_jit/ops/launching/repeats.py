@@ -1,14 +1,17 @@
 """Calls on the CPU that are made again, with tensors of the layouts of an earlier one.
 
-The checks and look-ups of a first call are Python, which a kernel evicts from the caches: between
-the layers of a model they take several times as long as from the caches. Here C compares the
+The checks and look-ups of a first call are Python. Between the layers of a model, when a kernel has
+filled the caches with other data, they take several times as long as in a loop. Here C compares the
 tensors, read by torch's functions for DLPack, and launches. It also compares what the variant is
-bound to (`Captured`), where nothing is computed from contents of tensors: then no Python of a call
-is left but the function that reads the captures.
+bound to (`Captured`), where nothing is computed from contents of tensors: then the only Python that
+looks at the variant is the function that reads its captures.
 
-A run of one request of 16 keys, with what Python bound before and with C alone (bf16, 8 heads over
-2, head_dim 64; by hand, 2 cores of a Xeon): 16 and 8 us, int8 pages 40 and 22 us; after other work
-that fills the caches 50 and 27, 93 and 54 us.
+A run of one request of 16 keys (bf16, 8 heads over 2, head_dim 64; by hand, 2 cores of a Xeon), in
+microseconds:
+
+                                        bound by Python   by C alone
+bf16, in a loop / with cold caches           16 / 50         8 / 27
+int8 pages, likewise                         40 / 93        22 / 54
 """
 
 from __future__ import annotations
@@ -105,29 +108,29 @@ class Repeat:
 
 
 class Notes:
-    """Calls that C did not recognise. From the second one of a kind on it shall: the numbers that a
-    variant reads may be others at each call. It is tried twice, as each try takes 20 us."""
+    """Counts calls that C did not recognise. The second and third of a kind are recorded for C,
+    which takes 20 us each; the first is not, as its numbers may not come again."""
 
-    __slots__ = ("_noted",)
+    __slots__ = ("_counts",)
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[object, ...], int] = {}
+        self._counts: dict[tuple[object, ...], int] = {}
 
-    def asks_for_c(self, key: tuple[object, ...]) -> bool:
-        """Notes a call; whether C shall recognise the next one."""
-        count = self._noted.get(key, 0)
-        if count < _MOST_TRIES:
-            if len(self._noted) >= 256:
-                self._noted.clear()
-            self._noted[key] = count + 1
-        return 0 < count < _MOST_TRIES
+    def count(self, key: tuple[object, ...]) -> bool:
+        """Counts a call; whether it is to be recorded."""
+        count = self._counts.get(key, 0)
+        if count < _MOST_NOTES:
+            if len(self._counts) >= 256:
+                self._counts.clear()
+            self._counts[key] = count + 1
+        return 0 < count < _MOST_NOTES
 
     def clear(self) -> None:
-        """Forgets what was noted."""
-        self._noted.clear()
+        """Forgets all counts."""
+        self._counts.clear()
 
 
-_MOST_TRIES = 3  # the first of which only notes
+_MOST_NOTES = 3
 _KEPT = 8  # calls of one kind
 _calls: Recent[tuple[object, ...], tuple[_C.RepeatedCall, ...]] = Recent(KEPT_SIZE)
 

@@ -32,11 +32,12 @@ StepKind = Literal["attribute", "item", "cell", "class", "object", "call"]
 cell ``[i]``, the class (`Held`), an object (`Held`), the result of a function (`Held`)."""
 
 GuardKind = Literal[
-    "type", "is", "alive", "same", "length", "keys", "lacks", "empty", "strided"
+    "type", "is", "alive", "same", "length", "keys", "lacks", "disjoint", "empty", "strided"
 ]  # fmt: skip
 """Conditions on the object at a location, with their operands: it has this type (`Held`), is this
 object (`Held`), the object of a weak reference (`Held`) or the object at an earlier location, has
-this length or these keys (a tuple), lacks this key, is empty, is a strided tensor."""
+this length or these keys (a tuple), lacks this key or all of these (a frozenset), is empty, is a
+strided tensor."""
 
 Yields = Literal["", "tensor", "number", "value", "repr", "reprs"]
 """What a location adds to the result: nothing, a tensor, a number, or a part of the structural key
@@ -158,7 +159,8 @@ _SCOPE = {
 _FAILS: dict[GuardKind, str] = {
     "type": "type({0}) is not {1}", "is": "{0} is not {1}", "alive": "{0} is not {1}()",
     "same": "{0} is not {1}", "length": "len({0}) != {1}", "keys": "tuple({0}) != {1}",
-    "lacks": "{1} in {0}", "empty": "{0}", "strided": "{0}.layout is not strided or {0}.is_nested",
+    "lacks": "{1} in {0}", "disjoint": "not {1}.isdisjoint({0})", "empty": "{0}",
+    "strided": "{0}.layout is not strided or {0}.is_nested",
 }  # fmt: skip
 """The conditions under which guards fail, as formats of the location and the operand."""
 

@@ -491,6 +491,14 @@ class Walk:
         if isinstance(value, torch.nn.Module):
             wanted |= {"forward"}
         own = getattr(value, "__dict__", {})
+        hooks: frozenset[str] = getattr(cls, "__fajit_names__", frozenset())
+        # An attribute of the object would take the place of these.
+        inherited = frozenset(
+            n for n in wanted - own.keys() - params.keys()
+            if n in hooks or isinstance(_static(cls, n), types.FunctionType)
+        )  # fmt: skip
+        if inherited and hasattr(value, "__dict__"):
+            self._guard(self._at(own, at, ("attribute", "__dict__")), "disjoint", inherited)
         for n in sorted(n for n in wanted if not n.startswith("__") and n not in params):
             static = _static(cls, n)
             if n in own:

@@ -18,6 +18,7 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.spec import host_target, host_targets
 from flashattn_jit.errors import FlashAttnJitError, GradError, InputError, ParamError
 from flashattn_jit.ops.launching import launches, repeats
+from flashattn_jit.variants import binding
 from flashattn_jit.variants.reference import attention_reference as reference
 
 SHAPE, KEYS = (2, 4, 5, 32), (2, 2, 40, 32)
@@ -310,6 +311,41 @@ def test_a_variant_with_attributes_of_another() -> None:
     for _ in range(5):
         check(fa.attention(*given, inner), given, inner)
         assert torch.equal(fa.attention(*given, doubled), expected)
+
+
+class Scored(fa.Variant):
+    """A variant whose instances may have hooks of their own."""
+
+    cap: float = fa.scalar(1.0)
+
+    def score_mod(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * self.cap
+
+
+class Helper:
+    def scaled(self, score: Any) -> Any:
+        return score * 0.5
+
+
+@pytest.mark.parametrize("first", ["class", "instance"])
+def test_hooks_and_methods_of_an_instance(first: str) -> None:
+    """They are found whatever was called before them."""
+    binding.clear()
+    plain, scored, masked, given = Scored(), Scored(), Scored(), tensors()
+    scored.score_mod = lambda score, b, h, q_idx, kv_idx: score * 9  # type: ignore[method-assign]
+    masked.mask_mod = lambda b, h, q_idx, kv_idx: kv_idx < 5
+    variants = [plain, scored, masked] if first == "class" else [scored, masked, plain]
+    for _ in range(4):
+        for variant in variants:
+            check(fa.attention(*given, variant), given, variant)
+    helper = Helper()
+    variant = fa.variant(score_mod=lambda s, b, h, i, j: helper.scaled(s))
+    for method in (None, lambda score: score * 5.0, None):
+        helper.__dict__.pop("scaled", None)
+        if method is not None:
+            helper.scaled = method  # type: ignore[method-assign]
+        for _ in range(4):
+            check(fa.attention(*given, variant), given, variant)
 
 
 def test_threads_with_params_of_their_own() -> None:

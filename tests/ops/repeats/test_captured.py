@@ -12,7 +12,8 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import FlashAttnJitError, GradError, InputError, ParamError
-from flashattn_jit.ops.launching import batch_run
+from flashattn_jit.ops.launching import batch_run, launches
+from flashattn_jit.variants import binding
 from flashattn_jit.variants.reference import varlen_reference
 from tests.ops.repeats.cases import (
     DIM,
@@ -258,6 +259,42 @@ def test_modes_are_seen(bound_runs: list[object]) -> None:
         dual = torch.autograd.forward_ad.make_dual(given[0], torch.ones_like(given[0]))
         with pytest.raises(GradError, match="tangent"):
             case.batch.run(dual, *given[1:])
+
+
+def test_an_object_that_a_default_refers_to_is_collected() -> None:
+    def batch_of_a_default() -> Any:
+        box: list[Any] = []
+
+        class Scaled(fa.Variant):
+            factor: float = fa.scalar(lambda dims: (box, 2.0)[1])
+
+            def score_mod(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+                return score * self.factor
+
+        case = Case(Scaled())
+        box.append(case.batch)
+        for _ in range(3):
+            case.batch.run(*case.tensors())
+        planned = case.batch.in_force()
+        assert isinstance(planned, batch_run.Planned) and planned.again
+        return weakref.ref(case.batch)
+
+    batch = batch_of_a_default()
+    binding.clear()
+    launches.forget_launches()
+    gc.collect()
+    assert batch() is None
+
+
+def test_freed_params(bound_runs: list[object]) -> None:
+    for runs_before in (0, 3):
+        case, slopes = Case(fa.ALiBi()), torch.rand(HEADS[0])
+        given = case.tensors()
+        for _ in range(runs_before):
+            case.batch.run(*given, slopes=slopes)
+        slopes.untyped_storage().resize_(0)
+        with pytest.raises(InputError, match=r"'slopes' has no memory"):
+            case.batch.run(*given, slopes=slopes)
 
 
 def test_an_object_that_its_variant_refers_to_is_collected() -> None:
