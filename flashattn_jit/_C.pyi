@@ -5,7 +5,7 @@ which a kernel could access memory outside its tensors raise `ValueError` (`Type
 type).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -526,12 +526,13 @@ class RepeatedCall:
     def run_again(
         self, variant: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor | None, lse: torch.Tensor | None, scale: object, return_lse: object,
-        partial: object, params: dict[str, object],
+        partial: object, params: Mapping[str, object],
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
         """(out, lse) of the call with these arguments, on the tensors of a direct call.
 
         None, with nothing done, as for `run`, and where the call differs from the repeated one in
-        what it asks for, in the number of threads, or in what the variant is bound to.
+        what it asks for, in the number of threads, or in what the variant is bound to; where params
+        is no dict.
         """
 
 # --- interval forms of masks ----------------------------------------------------------------------

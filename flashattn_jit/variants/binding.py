@@ -301,15 +301,17 @@ def captured(
         else:
             params.append((param, param.name, source, value, None))
     found = _look_up(variant, dims, values)
-    if found is None or found[0].selected is None:
+    if found is None:
         return None
     result, extract, (key, tensors, numbers) = found
+    if result.selected is None:
+        return None
     same = _finish(result, tensors, numbers, dims)
     if same.structure is not bound.structure or repr(same.scalars) != repr(bound.scalars):
         return None
     return Captured(
         extract, key, numbers, torch.get_default_dtype(), tuple(params),
-        tuple(map(_described, tensors)), found[0].selected,
+        tuple(map(_described, tensors)), result.selected,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from ... import _C
 from ...errors import InputError
 from ...torch_modes import refuse_capture
-from ...variants.binding import Bound, bind, bind_outside_modes, captured
+from ...variants.binding import Bound, Captured, bind, bind_outside_modes, captured
 from ...variants.ir.dtypes import KV_NAMES, row_dim
 from ...variants.variant import Variant
 from ..arguments import checks
@@ -109,10 +109,9 @@ class Planned:
             levels = range(len(more) + 1)
             k, v = only_pair(((k, v), *more), levels, kind)
             params = level_params(params, levels)
-        given = dict(params)
         for call in self.again:
             results = call.run_again(
-                self.variant, q, k, v, out, lse, scale, return_lse, partial, given
+                self.variant, q, k, v, out, lse, scale, return_lse, partial, params
             )
             if results is not None:
                 return results
@@ -165,22 +164,25 @@ class Planned:
         # With a CUDA graph `variations` holds the latest one alone.
         may_repeat = self.cpu and not batch.options.cuda_graph
         if may_repeat and all(repeat.launch is not ready for repeat in earlier):
-            read = captured(self.variant, batch.dims, self.params, params, bound)
             made = Repeat(
-                variation, ready, layouts, form, asked, bound, read,
+                variation, ready, layouts, form, asked, bound, self._read(bound, params),
                 None if batch.options.v_in_k else self.scale, self.workspace,
             )  # fmt: skip
             self.repeats[bound.structure, asked] = (made, *earlier[: KEPT_REPEATS - 1])
-            if read is not None:
-                self.again = (made.native, *self.again[: KEPT_AGAIN - 1])
+            self._keep(made.native)
         return result, lse
+
+    def _read(self, bound: Bound, params: Params) -> Captured | None:
+        return captured(self.variant, self.batch.dims, self.params, params, bound)
+
+    def _keep(self, call: _C.RepeatedCall) -> None:
+        if call.can_run_again:
+            self.again = (call, *self.again[: KEPT_AGAIN - 1])
 
     def _note(self, repeat: Repeat, bound: Bound, params: Params) -> None:
         """Notes a run that C did not recognise, and lets it recognise the next ones."""
         if self.notes.count((id(repeat), bound.scalars, *params)):
-            read = captured(self.variant, self.batch.dims, self.params, params, bound)
-            if read is not None:
-                self.again = (repeat.of(bound, read), *self.again[: KEPT_AGAIN - 1])
+            self._keep(repeat.of(bound, self._read(bound, params)))
 
     def check_transforms(self, params: Params) -> None:
         """Raises GradError or InputError if the variant holds a tensor of a transform."""

@@ -333,15 +333,16 @@ def attend(
         plan, ready, q, k, v, out, lse, scale, held, addresses, bound.scalars, workspace,
         block_states,
     )  # fmt: skip
-    note = (id(ready), bound.scalars, kind, *params)
-    if kind is not None and direct and num_threads and _notes.count(note):
-        read = captured(variant, requests.dims, {}, params, bound)
-        if read is not None:
-            repeat = Repeat(
-                plan, ready, layouts, form, asked, bound, read,
-                checks.check_scale(None, form.head_dim), workspace, num_threads,
-                env.target() or "",
-            )  # fmt: skip
+    if kind is None or not direct or not num_threads:
+        return result
+    if _notes.count((id(ready), bound.scalars, kind, *params)):
+        repeat = Repeat(
+            plan, ready, layouts, form, asked, bound,
+            captured(variant, requests.dims, {}, params, bound),
+            checks.check_scale(None, form.head_dim), workspace, num_threads,
+            env.target() or "",
+        )  # fmt: skip
+        if repeat.native.can_run_again:
             keep_call(variant, kind, repeat.native, requests.size)
     return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import flashattn_jit as fa
@@ -71,3 +72,16 @@ FORMATS = [
     "int8", "e4m3", "e5m2", "int4", "nf4", ("int8", "token_head"), ("int4", "token_head"),
     ("e4m3", "tensor"),
 ]  # fmt: skip
+
+
+def calls_of(patch: pytest.MonkeyPatch, module: Any, name: str) -> list[object]:
+    """Grows by the arguments of each call of a function."""
+    found: list[object] = []
+    called = getattr(module, name)
+
+    def counted(*arguments: Any) -> Any:
+        found.append(arguments)
+        return called(*arguments)
+
+    patch.setattr(module, name, counted)
+    return found

@@ -20,6 +20,7 @@ from flashattn_jit.errors import FlashAttnJitError, GradError, InputError, Param
 from flashattn_jit.ops.launching import launches, repeats
 from flashattn_jit.variants import binding
 from flashattn_jit.variants.reference import attention_reference as reference
+from tests.ops.repeats.cases import calls_of
 
 SHAPE, KEYS = (2, 4, 5, 32), (2, 2, 40, 32)
 HEADS = SHAPE[1]
@@ -37,15 +38,7 @@ def check(out: torch.Tensor, given: Any, variant: Any, **options: Any) -> None:
 @pytest.fixture
 def checked_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows at each call that Python binds the variant for."""
-    found: list[object] = []
-    bind = launches.bind
-
-    def counted(*arguments: Any) -> Any:
-        found.append(arguments)
-        return bind(*arguments)
-
-    monkeypatch.setattr(launches, "bind", counted)
-    return found
+    return calls_of(monkeypatch, launches, "bind")
 
 
 VARIANTS: dict[str, Callable[[], Any]] = {
@@ -203,15 +196,7 @@ def test_other_offsets(q_offset: Any) -> None:
 @pytest.fixture
 def tries(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows at each try to let C recognise a call."""
-    found: list[object] = []
-    captured = launches.captured
-
-    def counted(*arguments: Any) -> Any:
-        found.append(arguments)
-        return captured(*arguments)
-
-    monkeypatch.setattr(launches, "captured", counted)
-    return found
+    return calls_of(monkeypatch, launches, "captured")
 
 
 def test_new_variants_of_one_shape(checked_calls: list[object]) -> None:

@@ -22,6 +22,7 @@ from tests.ops.repeats.cases import (
     KV_LENS,
     Q_LENS,
     Case,
+    calls_of,
     indptr,
 )
 
@@ -29,15 +30,7 @@ from tests.ops.repeats.cases import (
 @pytest.fixture
 def bound_runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows at each run that Python binds the variant for."""
-    found: list[object] = []
-    bind = batch_run.bind
-
-    def counted(*arguments: Any) -> Any:
-        found.append(arguments)
-        return bind(*arguments)
-
-    monkeypatch.setattr(batch_run, "bind", counted)
-    return found
+    return calls_of(monkeypatch, batch_run, "bind")
 
 
 @pytest.mark.parametrize(

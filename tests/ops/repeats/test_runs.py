@@ -26,6 +26,7 @@ from tests.ops.repeats.cases import (
     PAGE,
     Q_LENS,
     Case,
+    calls_of,
     indptr,
 )
 
@@ -36,16 +37,8 @@ class Odd(torch.Tensor):
 
 @pytest.fixture
 def first_runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by a launch at each run that was not recognised."""
-    found: list[object] = []
-    launch = batch_run.launch
-
-    def counted(plan: Any, ready: Any, *rest: Any) -> Any:
-        found.append(ready)
-        return launch(plan, ready, *rest)
-
-    monkeypatch.setattr(batch_run, "launch", counted)
-    return found
+    """Grows at each run that was not recognised."""
+    return calls_of(monkeypatch, batch_run, "launch")
 
 
 def ragged_case(variant: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -95,17 +88,7 @@ def test_formats(name: Any, first_runs: list[object]) -> None:
         case.check(result, q, *(x.dequantize() for x in stored))
 
 
-def test_latents_and_cascades(first_runs: list[object]) -> None:
-    batch = fa.BatchAttention(
-        fa.Causal(), num_q_heads=4, num_kv_heads=1, head_dim=48, head_dim_v=32, v_in_k=True,
-        q_dtype=torch.float32,
-    )  # fmt: skip
-    batch.plan(indptr(Q_LENS), fa.Ragged(indptr(KV_LENS)))
-    for _ in range(3):
-        q, k = torch.randn(sum(Q_LENS), 4, 48), torch.randn(sum(KV_LENS), 1, 48)
-        batch.run(q, k, scale=0.2)
-    assert len(first_runs) == 1
-    first_runs.clear()
+def test_cascades(first_runs: list[object]) -> None:
     cascade = fa.CascadeAttention(
         fa.Causal(), num_q_heads=4, num_kv_heads=2, head_dim=DIM, q_dtype=torch.float32
     )
