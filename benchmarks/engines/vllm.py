@@ -30,6 +30,7 @@ _LIBRARIES = {
     "cpu:avx2": "_C_AVX2.abi3.so",
     "cpu:avx512": "_C_AVX512.abi3.so",
     "cpu:avx512_vnni": "_C_AVX512.abi3.so",
+    "cpu:avx512_fp16": "_C_AVX512.abi3.so",
     "cpu:avx512_bf16": "_C.abi3.so",
     "cpu:amx_bf16": "_C.abi3.so",
 }

@@ -19,6 +19,7 @@ _LIMITS = {
     "cpu:avx2": ("avx2", "AVX2", "AVX2"),
     "cpu:avx512": ("avx512", "AVX512_CORE", "AVX512"),
     "cpu:avx512_vnni": ("avx512", "AVX512_CORE_VNNI", "AVX512_E1"),
+    "cpu:avx512_fp16": ("avx512", "AVX512_CORE_FP16", "AVX512_E3"),
     "cpu:avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512_E3"),
     "cpu:amx_bf16": ("avx512", "AVX512_CORE_AMX", "AVX512_E4"),
 }

@@ -66,6 +66,7 @@ def _cpu_names(spec: KernelSpec) -> dict[str, object]:
     return {
         "lanes": CPU_ROWS[spec.target].lanes,
         "amx": has_amx(spec.target),
+        "fp16": CPU_ROWS[spec.target].fp16,
         "q_type": CPP_TYPES[spec.q_dtype],
         "k_type": CPP_TYPES[spec.k_dtype],
         "v_type": CPP_TYPES[spec.v_dtype],

@@ -30,6 +30,7 @@ class CpuTarget:
         fast_with: what it reports where the target is faster than those that it includes.
         flags: of the compiler, beside those of all targets.
         bf16_rate: bf16 products a clock over fp32 ones; 0 without instructions for them.
+        fp16: whether kernels add products of codes as halves.
         amx: whether kernels use AMX tiles.
     """
 
@@ -41,6 +42,7 @@ class CpuTarget:
     fast_with: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     bf16_rate: int = 0
+    fp16: bool = False
     amx: bool = False
 
 
@@ -60,14 +62,18 @@ CPU_ROWS = {
         CpuTarget(
             "cpu:avx512_vnni", 16, "x86_64", ("cpu:avx512",), ("avx512_vnni",), flags=_V4_VNNI
         ),
+        # AVX512-FP16 and AMX are written as asm: compilers without their flags build them too.
+        CpuTarget(
+            "cpu:avx512_fp16", 16, "x86_64", ("cpu:avx512_vnni",), ("avx512_fp16",),
+            flags=_V4_VNNI, fp16=True,
+        ),
         CpuTarget(
             "cpu:avx512_bf16", 16, "x86_64", ("cpu:avx512_vnni",), ("avx512_bf16",),
             ("fast_avx512_bf16",), _V4_BF16, bf16_rate=2,
         ),
-        # AMX is written as asm: compilers without its flags build it too.
         CpuTarget(
-            "cpu:amx_bf16", 16, "x86_64", ("cpu:avx512_bf16",), ("amx_tile", "amx_bf16"),
-            flags=_V4_BF16, bf16_rate=16, amx=True,
+            "cpu:amx_bf16", 16, "x86_64", ("cpu:avx512_fp16", "cpu:avx512_bf16"),
+            ("amx_tile", "amx_bf16"), flags=_V4_BF16, bf16_rate=16, fp16=True, amx=True,
         ),
     )
 }  # fmt: skip

@@ -365,8 +365,8 @@ def words(source: str) -> set[str]:
 VOCABULARY = {w for spec in SEEDS for w in words(render(spec))} | {
     *OPS, *(f"i_{op}" for op in OPS), *TAG.values(), *CPP_TYPE.values(),
     "and_", "or_", "xor_", "not_", "b1", "wrap", "cast",
-    "generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16", "float16", "bfloat16",
-    "half_t",
+    "generic", "avx2", "avx512", "avx512_vnni", "avx512_fp16", "avx512_bf16",
+    "amx_bf16", "float16", "bfloat16", "half_t",
     "bfloat16_t", "Float16", "Bfloat16",
     *(w for room in ("interval", "lower")
       for f in (Path(variants.__file__).parent / room).glob("*.py") for w in words(f.read_text())),

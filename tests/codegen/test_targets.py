@@ -46,8 +46,13 @@ def test_rows_stand_behind_those_that_they_include() -> None:
         ("x86-64-v3 x86-64-v4 avx512_bf16 fast_avx512_bf16", "cpu:avx512"),
         ("x86-64-v3 x86-64-v4 avx512_vnni", "cpu:avx512_vnni"),
         ("x86-64-v3 x86-64-v4 avx512_vnni avx512_bf16", "cpu:avx512_vnni"),
+        ("x86-64-v3 x86-64-v4 avx512_vnni avx512_fp16 avx512_bf16", "cpu:avx512_fp16"),
         ("x86-64-v3 x86-64-v4 avx512_vnni avx512_bf16 fast_avx512_bf16", "cpu:avx512_bf16"),
-        ("x86-64-v3 x86-64-v4 avx512_vnni avx512_bf16 amx_tile amx_bf16", "cpu:amx_bf16"),
+        ("x86-64-v3 x86-64-v4 avx512_vnni avx512_bf16 amx_tile amx_bf16", "cpu:avx512_vnni"),
+        (
+            "x86-64-v3 x86-64-v4 avx512_vnni avx512_fp16 avx512_bf16 amx_tile amx_bf16",
+            "cpu:amx_bf16",
+        ),
     ],
 )
 def test_a_machine_takes_the_last_target_that_it_runs(

@@ -464,8 +464,9 @@ def test_the_isa_agrees_with_the_kernels_list() -> None:
         ("avx2", v3),
         ("avx512", v4),
         ("avx512_vnni", vnni),
+        ("avx512_fp16", vnni | {"avx512_fp16"}),
         ("avx512_bf16", vnni | {"avx512_bf16"}),
-        ("amx_bf16", vnni | {"avx512_bf16", "amx_tile", "amx_bf16"}),
+        ("amx_bf16", vnni | {"avx512_fp16", "avx512_bf16", "amx_tile", "amx_bf16"}),
     ):
         if needed <= flags:
             runs.append(f"cpu:{isa}")

@@ -69,9 +69,10 @@ std::vector<std::string> detect_features() {
   // ebx of leaf 7: AVX512 F 16, DQ 17, CD 28, BW 30, VL 31. Together x86-64-v4.
   if (!has(extended.ebx, {16, 17, 28, 30, 31}) || (saved & kZmmState) != kZmmState) return found;
   found.push_back("x86-64-v4");
-  // ecx of leaf 7: AVX512_VNNI 11. eax of leaf 7, subleaf 1: AVX512_BF16 5.
+  // ecx of leaf 7: AVX512_VNNI 11. edx: AVX512_FP16 23. eax of leaf 7, subleaf 1: AVX512_BF16 5.
   const bool vnni = has(extended.ecx, {11}), bf16 = has(cpuid(7, 1).eax, {5});
   if (vnni) found.push_back("avx512_vnni");
+  if (has(extended.edx, {23})) found.push_back("avx512_fp16");
   if (bf16) found.push_back("avx512_bf16");
   if (bf16 && !has_slow_bf16_products()) found.push_back("fast_avx512_bf16");
   // edx of leaf 7: AMX_BF16 22, AMX_TILE 24. The kernel is asked last, and only where the CPU has

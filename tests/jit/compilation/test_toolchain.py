@@ -134,7 +134,8 @@ def test_every_target_compiles(tmp_path: Path, target: str) -> None:
         "cpu:avx512": "defined(__AVX512BW__) && !defined(__AVX512VNNI__)",
         "cpu:avx512_vnni": "defined(__AVX512VNNI__) && !defined(__AVX512BF16__)",
         "cpu:avx512_bf16": "defined(__AVX512BF16__) && defined(__AVX512VNNI__)",
-        # AMX is written as asm.
+        # AVX512-FP16 and AMX are written as asm.
+        "cpu:avx512_fp16": "defined(__AVX512VNNI__) && !defined(__AVX512BF16__)",
         "cpu:amx_bf16": "defined(__AVX512BF16__) && !defined(__AMX_TILE__)",
     }
     assert build(tmp_path / "a", f"#if !({macros[target]})\n#error\n#endif\n{SOURCE}", target)

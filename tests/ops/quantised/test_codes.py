@@ -21,7 +21,7 @@ from tests.ops.quantised.storage import FORMATS, LLOYD
 
 TARGETS = HOST_TARGETS if takes_all() else [other_target()]
 BF16_TARGETS = dict.fromkeys(
-    [HOST_TARGETS[-1], *(t for t in host_targets() if CPU_ROWS[t].bf16_rate)]
+    [HOST_TARGETS[-1], *(t for t in host_targets() if CPU_ROWS[t].bf16_rate or CPU_ROWS[t].fp16)]
 )
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 

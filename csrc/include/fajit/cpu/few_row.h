@@ -12,12 +12,11 @@
 //
 // Rows of K or V are copied to a buffer only when a key_mod or value_mod does more than decode
 // them, when codes have a codebook or groups of channels (latent rows too) and are not multiplied
-// as integers, or when the head dim does not fill vectors (a load would reach past the row). Q
+// as they are, or when the head dim does not fill vectors (a load would reach past the row). Q
 // takes scales of channels, which blocks of keys share (codes/channels.h).
 #pragma once
 #include <fajit/cpu/codes/channels.h>
-#include <fajit/cpu/codes/integers.h>
-#include <fajit/cpu/codes/numbers.h>
+#include <fajit/cpu/codes/code_products.h>
 #include <fajit/cpu/few_row_kernel.h>
 #if FAJIT_AMX
 #include <fajit/cpu/amx/few_row.h>
@@ -86,29 +85,27 @@ class FewRowKernel {
   // Codes are multiplied with Q times the scales that their channels have in a block of keys.
   static constexpr bool kFoldsKeys = !kTiles && kWholeKeys && takes_folded<KeyNumbers, K, Q>();
   using ScoreNumbers = Choose<kFoldsKeys, Unscaled, KeyNumbers>;
-  // Integer keys and values are multiplied as integers.
-  static constexpr bool kIntegerKeys =
-      !kTiles && kIntegers<Q, K, kDim> && kWholeKeys && kIntegerGroups<ScoreNumbers, kDim>;
-  static constexpr bool kIntegerValues =
-      !kTiles && kIntegers<Q, V, kDimV> && kWholeValues && kIntegerGroups<ValueNumbers, kDimV>;
+  // Codes that are multiplied as they are.
+  using KeyProducts = CodeProducts<!kTiles && kWholeKeys, Q, K, kDim, ScoreNumbers>;
+  using ValueProducts = CodeProducts<!kTiles && kWholeValues, Q, V, kDimV, ValueNumbers>;
+  static constexpr bool kCodeKeys = KeyProducts::kTakes, kCodeValues = ValueProducts::kTakes;
   // One scale of a row multiplies its scores or its weight instead.
-  static constexpr bool kScaleScores = !kIntegerKeys && kWholeKeys && kIsScale<KeyNumbers>;
-  static constexpr bool kScaleWeights = !kIntegerValues && kWholeValues && kIsScale<ValueNumbers>;
+  static constexpr bool kScaleScores = !kCodeKeys && kWholeKeys && kIsScale<KeyNumbers>;
+  static constexpr bool kScaleWeights = !kCodeValues && kWholeValues && kIsScale<ValueNumbers>;
   static constexpr bool kKeysInPlace =
-      kIntegerKeys || kScaleScores || kFoldsKeys || (!Hooks::kKeyMod && kWholeKeys);
+      kCodeKeys || kScaleScores || kFoldsKeys || (!Hooks::kKeyMod && kWholeKeys);
   static constexpr bool kValuesInPlace =
-      kIntegerValues || kScaleWeights || (!Hooks::kValueMod && kWholeValues);
+      kCodeValues || kScaleWeights || (!Hooks::kValueMod && kWholeValues);
   // Whether values may be the first dims of decoded keys: 8 rows of latents (e4m3, 576 + 512 dims)
   // took 0.78 of the time when these were decoded once (Zen 4, cpu:avx512_bf16, by hand).
   static constexpr bool kMayBeKeys =
       !kKeysInPlace && !kValuesInPlace && Config::kHeadDimV == kDimV && kDimV <= kDim &&
       may_be_keys<Hooks, K, V, Config::kHeadDim, Config::kHeadDimV>();
   // Groups of channels whose weights differ.
-  static constexpr int kWeightGroups = kIntegerValues ? ValueNumbers::kGroups : 1;
+  static constexpr int kWeightGroups = kCodeValues ? ValueNumbers::kGroups : 1;
   // Keys that several groups of rows read are converted once, where that costs more than a shift.
-  static constexpr bool kConvertOnce = !kTiles && !kIntegerKeys && kKeysInPlace &&
-                                       !same<K, Matrix> && !kPaired<Matrix, K, kDim> &&
-                                       kTileRows > kFewRowGroup;
+  static constexpr bool kConvertOnce = !kTiles && !kCodeKeys && kKeysInPlace && !same<K, Matrix> &&
+                                       !kPaired<Matrix, K, kDim> && kTileRows > kFewRowGroup;
   // Keys of a list, or of blocks that a hook makes small, may be few of each block: decoded.
   static constexpr bool kMayDecode = kFoldsKeys;
 
@@ -157,13 +154,13 @@ class FewRowKernel {
         pairs_(carver.take<int32_t>(kTiles ? kPairWords : 0)),
         key_numbers_(carver.take<float>(uint64_t{kMaxHeads} * KeyNumbers::kCount * kTileKv)),
         value_numbers_(carver.take<float>(uint64_t{kMaxHeads} * ValueNumbers::kCount * kTileKv)),
-        queries_(carver.take<IntegerRow>(kIntegerKeys ? kMaxHeads * kTileRows : 0)),
+        queries_(carver.take<CodeRow>(kCodeKeys ? kMaxHeads * kTileRows : 0)),
         query_sums_(
-            carver.take<int32_t>(kIntegerKeys ? kMaxHeads * kTileRows * (kDim / kLeastGroup) : 0)),
+            carver.take<int32_t>(kCodeKeys ? kMaxHeads * kTileRows * (kDim / kLeastGroup) : 0)),
         folded_(carver.take<Matrix>(kFoldsKeys ? kTileRows * kDim : 0)),
         block_s_(carver.take<float>(kFoldsKeys ? kTileRows * kTileKv : 0)),
-        weights_(carver.take<IntegerRow>(kIntegerValues ? kWeightGroups * kTileRows : 0)),
-        zero_sums_(carver.take<float>(kIntegerValues ? kWeightGroups * kTileRows : 0)),
+        weights_(carver.take<CodeRow>(kCodeValues ? kWeightGroups * kTileRows : 0)),
+        zero_sums_(carver.take<float>(kCodeValues ? kWeightGroups * kTileRows : 0)),
         base_(carver.take<float>(kMaxHeads * kPaddedRows)),
         sums_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kLanes)),
         h_(carver.take<int32_t>(kMaxHeads * kPaddedRows)),
@@ -173,7 +170,7 @@ class FewRowKernel {
         kv_(carver) {}
 
   using Session = Choose<kTiles, TileSession, NoSession>;
-  static constexpr bool kOnTiles = kTiles, kOnlyIntegers = kIntegerKeys && kIntegerValues;
+  static constexpr bool kOnTiles = kTiles, kOnlyCodes = kCodeKeys && kCodeValues;
 
   // Packed rows [row0, row0 + count) of `heads` items, which differ in their kv heads alone: those
   // from that of the first item on. `next`: the item that may follow, or null.
@@ -184,6 +181,8 @@ class FewRowKernel {
     if constexpr (kTiles) TileUnit::configure(count < 16 && !kParts ? count : 16);
 #endif
     if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;
+    key_products_ = KeyProducts::template of<KeyNumbers>(c_);
+    value_products_ = ValueProducts::template of<ValueNumbers>(c_);
     for (int j = 0; j < heads; ++j) start_head(items[j], head(j), row0, count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
     KvWalk<Config, Hooks, KvRows, kPartialKv> walk(c_, w, span, row0, kv_);
@@ -231,7 +230,7 @@ class FewRowKernel {
     Matrix* q;
     float* o;
     int32_t* qt;
-    IntegerRow* queries;
+    CodeRow* queries;
     int32_t* query_sums;
     float* base;
     float* sums;
@@ -243,8 +242,8 @@ class FewRowKernel {
     return {q_ + row * kDim,
             o_ + row * kDimV,
             qt_ + (kTiles ? row * kDim / 2 : 0),
-            queries_ + (kIntegerKeys ? row : 0),
-            query_sums_ + (kIntegerKeys ? row * (kDim / kLeastGroup) : 0),
+            queries_ + (kCodeKeys ? row : 0),
+            query_sums_ + (kCodeKeys ? row * (kDim / kLeastGroup) : 0),
             base_ + j * kPaddedRows,
             sums_ + row * kLanes,
             h_ + j * kPaddedRows,
@@ -265,18 +264,15 @@ class FewRowKernel {
       if constexpr (kPairHooks) s.rows[i] = Hooks::rows(c_, row.b, row.h, row.q_idx);
       convert_query<Config, Hooks, kDim>(c_, w, row, s.q + i * kDim);
       if constexpr (kPaired<Matrix, Key, kDim>) paired_row<kDim>(s.q + i * kDim);
-      if constexpr (kIntegerKeys && !kFoldsKeys)
-        s.queries[i] = integers_of(s.q + i * kDim, s.query_sums + i * (kDim / kLeastGroup));
+      if constexpr (kCodeKeys && !kFoldsKeys) {  // in place
+        alignas(64) float x[kDim];
+        load_row<Matrix, kDim>(s.q + i * kDim, x);
+        s.queries[i] = key_products_.template query<kDim>(
+            x, reinterpret_cast<int8_t*>(s.q + i * kDim),
+            KeyNumbers::kGroups > 1 ? s.query_sums + i * (kDim / kLeastGroup) : nullptr);
+      }
     }
     if constexpr (kTiles) pack_queries(s, count);
-  }
-
-  // A row of Q to integers, in place.
-  FAJIT_INLINE IntegerRow integers_of(Matrix* row, int32_t* sums) {
-    alignas(64) float x[kDim];
-    load_row<Matrix, kDim>(row, x);
-    return integer_row<kDim>(x, kDim, reinterpret_cast<int8_t*>(row),
-                             KeyNumbers::kGroups > 1 ? sums : nullptr);
   }
 
   // Transposes Q by words, for the products with AMX tiles.
@@ -314,7 +310,7 @@ class FewRowKernel {
     Stream stream(next_k, next_v, tiles ? keys : 0, same_rows);
     const auto fetch = [&]() __attribute__((always_inline)) { next_k.template next<kBytesK>(); };
     // Scores of keys [0, keys) of k, with rows of Q or what Q was folded to.
-    const auto multiply_with = [&](auto k, int keys, const Matrix* q, const IntegerRow* queries,
+    const auto multiply_with = [&](auto k, int keys, const Matrix* q, const CodeRow* queries,
                                    float* to) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles) {
@@ -338,20 +334,20 @@ class FewRowKernel {
       with_rows<kTiles ? kVectorRows : kTileRows>(count, [&](auto rows, int groups) {
         using Read = typename decltype(k)::Element;
         // Several groups never read keys that are converted once.
-        if constexpr (kIntegerKeys && !same<Read, Matrix>)
-          integer_scores<ScoreNumbers, kDim, rows.count, rows.several, kTileKv,
-                         kDim* int{sizeof(Matrix)}>(
-              k, keys, key_numbers, reinterpret_cast<const int8_t*>(q), queries, s.query_sums,
-              groups, scale, to, kTileKv, fetch);
+        if constexpr (kCodeKeys && !same<Read, Matrix>)
+          code_scores<ScoreNumbers, kDim, rows.count, rows.several, kTileKv,
+                      kDim* int{sizeof(Matrix)}>(key_products_, k, keys, key_numbers,
+                                                 reinterpret_cast<const int8_t*>(q), queries,
+                                                 s.query_sums, groups, scale, to, kTileKv, fetch);
         else if constexpr (!kConvertOnce || kMayDecode || rows.several == same<Read, Matrix>)
           few_scores<Matrix, Read, kDim, rows.count>(k, keys, q, groups, scale, to, kTileKv, fetch);
       });
     };
     const auto multiply = [&](auto k) __attribute__((always_inline)) {
       if constexpr (kFoldsKeys)
-        fold_blocks<KeyNumbers, kDim, kIntegerKeys, kTileRows>(
-            c_, b, kv_h, kv_, key_blocks_, s.q, count, scale, folded_, queries_, s_, block_s_,
-            kTileKv, [&](int n, int own, float* to) __attribute__((always_inline)) {
+        fold_blocks<KeyNumbers, kDim, kTileRows>(
+            c_, key_products_, b, kv_h, kv_, key_blocks_, s.q, count, scale, folded_, queries_, s_,
+            block_s_, kTileKv, [&](int n, int own, float* to) __attribute__((always_inline)) {
               multiply_with(k.from(n, 0), own, folded_, queries_, to);
             });
       else multiply_with(k, keys, s.q, s.queries, s_);
@@ -400,11 +396,12 @@ class FewRowKernel {
       }
 #endif
       with_rows<kTiles ? kVectorRows : kTileRows>(count, [&](auto rows, int groups) {
-        if constexpr (kIntegerValues)
-          return integer_values<ValueNumbers, kDimV, rows.count, kTileRows, kTileKv>(
-              v, keys, reinterpret_cast<const int8_t*>(s_), weights_, zero_sums_, groups, s.o,
-              [&]() __attribute__((always_inline)) {
-                next_v.template next<4 * kBytesV / kValuePasses<V, kDimV, rows.count>>();
+        if constexpr (kCodeValues)
+          return code_values<ValueNumbers, kDimV, rows.count, kTileRows, kTileKv>(
+              value_products_, v, keys, reinterpret_cast<const int8_t*>(s_), weights_, zero_sums_,
+              groups, s.o, [&]() __attribute__((always_inline)) {
+                next_v.template next<kFetchedKeys<ValueProducts> * kBytesV /
+                                     kValuePasses<ValueProducts, kDimV, rows.count>>();
               });
         constexpr int steps = ValueParts<kDimV, rows.count>::count;  // for a row
         constexpr int piece = kBytesV * ValueStep<Matrix, Value, kDimV>::kKeys / steps;
@@ -482,7 +479,7 @@ class FewRowKernel {
   // A row of weights as the second product reads them: times the scales of values.
   FAJIT_INLINE void put_weights(int r, int vectors, [[maybe_unused]] const float* numbers) {
     float* const row = s_ + r * kTileKv;
-    if constexpr (!kIntegerValues) {
+    if constexpr (!kCodeValues) {
       if constexpr (kScaleWeights)
         for (int n = 0; n < vectors * kLanes; n += kLanes)
           store(row + n, load(row + n) * load(numbers + n));
@@ -500,7 +497,8 @@ class FewRowKernel {
         }
         const int at = g * kTileRows + r;
         if constexpr (ValueNumbers::kZeros) zero_sums_[at] = reduce_add(zeros);
-        weights_[at] = integer_row<kTileKv>(own, vectors * kLanes, reinterpret_cast<int8_t*>(own));
+        weights_[at] = value_products_.template weights<kTileKv>(own, vectors * kLanes,
+                                                                 reinterpret_cast<int8_t*>(own));
       }
     }
   }
@@ -550,7 +548,7 @@ class FewRowKernel {
         const int32_t packed = row0 + first + i;
         float* o = head.o + (first + i) * kDimV;
         for (int d = 0; d < kDimV; d += kLanes) store(o + d, load(o + d) * n.factor[i]);
-        if constexpr (!kIntegerValues) ordered_dims<Matrix, Value, kDimV>(o);
+        if constexpr (!kCodeValues) ordered_dims<Matrix, Value, kDimV>(o);
         writer.write(packed_row<kIndirect>(*c_.args, w, packed),
                      int64_t{w.partial} - w.row_begin + packed, o, n.lse[i]);
       }
@@ -558,6 +556,8 @@ class FewRowKernel {
   }
 
   Context c_;
+  KeyProducts key_products_;
+  ValueProducts value_products_;
   Matrix* q_;       // [head][row][kDim]
   float* o_;        // [head][row][kDimV]
   float* s_;        // [row][key] of one head
@@ -569,11 +569,11 @@ class FewRowKernel {
   float* value_numbers_;
   BlocksOf<KeyNumbers, K, kTileKv> key_blocks_;
   BlocksOf<ValueNumbers, V, kTileKv> value_blocks_;
-  IntegerRow* queries_;  // [head][row]
+  CodeRow* queries_;     // [head][row]
   int32_t* query_sums_;  // [head][row][kLeastGroup channels]
   Matrix* folded_;       // [row][kDim]: Q times the scales of a block
   float* block_s_;       // as s_, of a block that begins within a vector of keys
-  IntegerRow* weights_;  // [group of channels][row] of one head, as s_
+  CodeRow* weights_;     // [group of channels][row] of one head, as s_
   float* zero_sums_;     // likewise: of weights times zero points
   float* base_;          // [head][row], in the units of scores
   float* sums_;          // [head][row][lane]: partial sums of weights

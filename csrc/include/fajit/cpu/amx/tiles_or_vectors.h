@@ -1,8 +1,8 @@
-// Few rows of integer codes on AMX: up to `Most` of them by vectors, which multiply the codes as
-// they are; tiles need a copy of all keys and values in bf16. Four rows and one of int4 in groups
-// of 64 channels took 0.42 of the time that they took with tiles and with vectors of bf16, those of
-// int8 0.65 and 0.7 (8 requests of 4,096 keys, D128; one thread of a Xeon, by hand). Both kernels
-// are compiled, which took 3.2 s instead of 2.3 for int8, 3.8 instead of 1.8 for int4.
+// Few rows of codes on AMX: up to `Most` of them by vectors, which multiply the codes as they are;
+// tiles need a copy of all keys and values in bf16. Four rows and one of int4 in groups of 64
+// channels took 0.42 of the time that they took with tiles and with vectors of bf16, those of int8
+// 0.65 and 0.7 (8 requests of 4,096 keys, D128; one thread of a Xeon, by hand). Both kernels are
+// compiled, which took 3.2 s instead of 2.3 for int8, 3.8 instead of 1.8 for int4.
 #pragma once
 #include <fajit/abi.h>
 #include <fajit/context.h>
@@ -30,6 +30,6 @@ class BothKernels {
 };
 template <class Tiles, class Vectors, int Most>
 using TilesOrVectors =
-    Choose<Tiles::kOnTiles && Vectors::kOnlyIntegers, BothKernels<Tiles, Vectors, Most>, Tiles>;
+    Choose<Tiles::kOnTiles && Vectors::kOnlyCodes, BothKernels<Tiles, Vectors, Most>, Tiles>;
 
 }  // namespace fajit

@@ -16,7 +16,7 @@
 // keys, D128; CPU time of one thread of a Xeon, cpu:avx512_bf16, by hand): 1.03 to 1.2 of the time
 // of keys with a scale a token.
 #pragma once
-#include <fajit/cpu/codes/integers.h>
+#include <fajit/cpu/codes/code_products.h>
 
 namespace fajit {
 
@@ -29,12 +29,13 @@ constexpr bool decodes_channels() {
 }
 template <class Numbers, class Code>
 constexpr bool kByChannel = decodes_channels<Numbers, Code>();
-// Whether rows of Q can be multiplied with the codes themselves. In fp32 the products of codes near
-// their zero points would cancel.
+// Whether rows of Q can be multiplied with the codes themselves. In fp32, and as halves, the
+// products of codes near their zero points would cancel.
 template <class Numbers, class Code, class Q>
 constexpr bool takes_folded() {
   if constexpr (kByChannel<Numbers, Code>)
-    return kIsCode<Code> && Numbers::kCodebook < 0 && !(Numbers::kZeros && same<Q, float>);
+    return kIsCode<Code> && Numbers::kCodebook < 0 &&
+           !(Numbers::kZeros && (same<Q, float> || (FAJIT_HALVES && same<Code, e4m3_t>)));
   return false;
 }
 
@@ -64,6 +65,13 @@ FAJIT_INLINE void load_channels(const Context& c, const int64_t* offsets, float*
   });
 }
 
+// Whether a bit of x is set. gcc 12 makes about 200 instructions of a comparison of its lanes.
+FAJIT_INLINE bool any_bits(vl x) {
+  vi halves[2];
+  __builtin_memcpy(halves, &x, sizeof x);
+  return any((halves[0] | halves[1]) != 0);
+}
+
 // The blocks of a tile's keys: runs of keys with the same scales and zero points. All heads have
 // the same ones: found for each head again, they took 0.2 of the time of decoding.
 template <class Numbers, int Keys>
@@ -85,7 +93,7 @@ class Blocks {
       if constexpr (kSets == 2) differ |= at[1] ^ first[1];
       const int left = keys - n < kLanes ? keys - n : kLanes;
       int own = left;
-      if (any(__builtin_convertvector(differ != 0, vi)))
+      if (any_bits(differ))
         for (int i = left; i-- > 0;) own = differ[i] != 0 ? i : own;
       n += own;
       starts = own < left || n == keys;
@@ -224,15 +232,16 @@ FAJIT_INLINE void decode_blocks(const Context& c, int32_t b, int32_t kv_h, const
 }
 
 // The scores of a tile's keys by q[row] times the scales of their blocks, in `folded`:
-// matrix elements, or bytes of integers, which have `units`. multiply(n, count, to) puts those of
-// keys [n, n + count) to `to`, before the zero points, which are subtracted here times `scale`.
-// Results are s[row * stride + key]; `spare` is as large.
-template <class Numbers, int Dim, bool Integers, int Rows, int Keys, class KvRows, class Matrix,
-          class Unit, class Multiply>
-FAJIT_INLINE void fold_blocks(const Context& c, int32_t b, int32_t kv_h, const KvRows& kv,
-                              const Blocks<Numbers, Keys>& blocks, const Matrix* q, int rows,
-                              float scale, Matrix* folded, Unit* units, float* s, float* spare,
-                              int stride, Multiply multiply) {
+// matrix elements, or what `products` take, with `units`. multiply(n, count, to) puts those of keys
+// [n, n + count) to `to`, before the zero points, which are subtracted here times `scale`. Results
+// are s[row * stride + key]; `spare` is as large.
+template <class Numbers, int Dim, int Rows, class Products, int Keys, class KvRows, class Matrix,
+          class Multiply>
+FAJIT_INLINE void fold_blocks(const Context& c, const Products& products, int32_t b, int32_t kv_h,
+                              const KvRows& kv, const Blocks<Numbers, Keys>& blocks,
+                              const Matrix* q, int rows, float scale, Matrix* folded,
+                              CodeRow* units, float* s, float* spare, int stride,
+                              Multiply multiply) {
   alignas(64) float numbers[2 * Dim], x[Dim];
   for (int block = 0, n = 0; block < blocks.count; n = blocks.ends[block++]) {
     Blocks<Numbers, Keys>::template load<Dim, Dim>(c, b, kv_h, kv.position(n), numbers);
@@ -244,8 +253,9 @@ FAJIT_INLINE void fold_blocks(const Context& c, int32_t b, int32_t kv_h, const K
 #pragma GCC unroll 4
       for (int d = 0; d < Dim; d += kLanes)
         store(x + d, Storage<Matrix>::load(q + r * Dim + d) * load(numbers + d));
-      if constexpr (Integers) {
-        units[r] = integer_row<Dim>(x, Dim, reinterpret_cast<int8_t*>(folded + r * Dim));
+      if constexpr (Products::kTakes) {
+        units[r] =
+            products.template query<Dim>(x, reinterpret_cast<int8_t*>(folded + r * Dim), nullptr);
       } else {
         // Zero points are multiplied with what the codes are: where a code is near its zero point,
         // what rounding has changed must cancel too.

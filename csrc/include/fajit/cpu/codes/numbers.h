@@ -34,6 +34,35 @@ constexpr bool is_decoding() {
 template <class Numbers, class Code>
 constexpr bool kIsDecoding = is_decoding<Numbers, Code>();
 
+// What a row of Q, or of weights, has beside the numbers that codes are multiplied with: their
+// unit, and the sum of integers.
+struct CodeRow {
+  float unit;
+  int32_t sum;
+};
+constexpr int kLeastGroup = 32;  // channels of a group whose products are added
+
+constexpr int kVectorBytes = 4 * kLanes;
+// How rows of Dim codes lie in vectors.
+template <class Code, int Dim>
+struct CodeVectors {
+  static constexpr int kRowBytes = elements_of<Code>(Dim);
+  static constexpr int kCount = (kRowBytes + kVectorBytes - 1) / kVectorBytes;
+  static constexpr int kParts = kPerElement<Code>;  // codes of a byte
+  static constexpr bool kHalf = kRowBytes == kVectorBytes / 2;
+
+  // A vector of a row; half a vector, if a row has no more.
+  static FAJIT_INLINE vi load_row(const Code* row, int vector) {
+    if constexpr (kHalf) {
+      vi x;
+      asm("vmovdqu64 %1, %t0" : "=v"(x) : "m"(*reinterpret_cast<const char (*)[32]>(row)));
+      return x;
+    } else {
+      return load<vi>(row + vector * kVectorBytes);
+    }
+  }
+};
+
 template <int N>
 struct Index {
   static constexpr int value = N;
@@ -191,6 +220,21 @@ class Table {
     for (int i = 0; i < 16; i += kLanes) store(to.values_ + i, load(values_ + i) * scale);
     return to;
   }
+#if FAJIT_AVX == 512
+  // The largest finite magnitude.
+  FAJIT_INLINE float largest() const {
+    const vf x = abs(load(values_));
+    return reduce_max(x < kInf ? x : vf{});
+  }
+  // The values times `scale`, rounded to halves, twice.
+  FAJIT_INLINE v32 halves(float scale) const {
+    const vh once = float_to_half(load(values_) * scale);
+    v32 twice;
+    __builtin_memcpy(&twice, &once, sizeof once);
+    __builtin_memcpy(reinterpret_cast<char*>(&twice) + sizeof once, &once, sizeof once);
+    return twice;
+  }
+#endif
 #if defined(__AVX512BF16__)
   // The values times `scale`, rounded to bf16, twice.
   FAJIT_INLINE v32 words(vf scale) const {

@@ -5,24 +5,6 @@
 #if defined(__AVX512BF16__)
 namespace fajit {
 
-// table[index & 31]. One instruction, where gcc 12 makes three of __builtin_shuffle.
-FAJIT_INLINE v32 lookup32(v32 table, v32 index) {
-  v32 r;
-  asm("vpermw %1, %2, %0" : "=v"(r) : "v"(table), "v"(index));
-  return r;
-}
-// 32 bytes as words, unsigned and signed.
-FAJIT_INLINE v32 load_bytes(const void* p) {
-  v32 w;
-  asm("vpmovzxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char (*)[32]>(p)));
-  return w;
-}
-FAJIT_INLINE v32 load_signed_bytes(const void* p) {
-  v32 w;
-  asm("vpmovsxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char (*)[32]>(p)));
-  return w;
-}
-
 // 32 floats of 8 bits as bf16, which has Shift more bits of mantissa and a larger exponent by
 // `bias`. Magnitudes from 128 - special on, which are infinite or NaN, come from `table` behind
 // each other, as do those from 0 to 15 - special, of which the first ones are subnormal.

@@ -69,6 +69,26 @@ FAJIT_WIDEN(widen_to_words, vb, vh, "vpmovzxbw")
 FAJIT_WIDEN(extend_to_words, vs, vh, "vpmovsxbw")
 #undef FAJIT_WIDEN
 
+#if FAJIT_AVX == 512
+// table[index & 31]. One instruction, where gcc 12 makes three of __builtin_shuffle.
+FAJIT_INLINE v32 lookup32(v32 table, v32 index) {
+  v32 r;
+  asm("vpermw %1, %2, %0" : "=v"(r) : "v"(table), "v"(index));
+  return r;
+}
+// 32 bytes as words, unsigned and signed.
+FAJIT_INLINE v32 load_bytes(const void* p) {
+  v32 w;
+  asm("vpmovzxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char (*)[32]>(p)));
+  return w;
+}
+FAJIT_INLINE v32 load_signed_bytes(const void* p) {
+  v32 w;
+  asm("vpmovsxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char (*)[32]>(p)));
+  return w;
+}
+#endif
+
 FAJIT_INLINE vf bfloat16_to_float(vh h) { return (vf)(widen(h) << 16); }
 // Round to nearest even; NaN stays NaN.
 FAJIT_INLINE vh float_to_bfloat16(vf x) {

@@ -1,4 +1,4 @@
-"""Integer keys and values against bf16 queries: products of integers on CPUs that have them."""
+"""Codes that bf16 queries are multiplied with as they are: as integers, or as halves."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from tests.ops.quantised.storage import named, rows_of
 
 Format = fa.kv.Format
 INT8 = Format("int8")
+CODES = [INT8, Format("e4m3"), Format("nf4")]
 GROUPS = [
     Format("int4", group=32, scale_dtype=torch.float16), Format("int8", group=64, zero=True),
     Format("int4", group=64, zero=True, scale_dtype=torch.bfloat16), Format("int4", zero=True),
     Format("int8", group=32), Format("int8", group=96), Format("int4", group=96),
+    Format("e4m3", group=32), Format("e4m3", group=64), Format("e4m3", group=96),
+    Format("nf4", group=32), Format("nf4", group=64), Format("e2m1", group=96),
 ]  # fmt: skip
 OF_128 = [f for f in GROUPS if not (f.group and 128 % f.group)]  # that divide 128 channels
 TARGETS = [HOST_TARGETS[-1], other_target()]
@@ -42,11 +45,12 @@ def tensors(rows: int, dim: int, dim_v: int, keys: int = 150) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kv_format", CODES, ids=named)
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 128), (192, 64), (256, 256), (128, 40)])
-def test_groups_of_any_size(dim, dim_v, target) -> None:
+def test_groups_of_any_size(dim, dim_v, kv_format, target) -> None:
     for rows in (1, 2, 3, 4, 7, 8):  # query heads of a KV head
         q, k, v = tensors(rows, dim, dim_v)
-        check(q, *(INT8.quantize(x, heads_dim=1) for x in (k, v)), target=target)
+        check(q, *(kv_format.quantize(x, heads_dim=1) for x in (k, v)), target=target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -101,7 +105,8 @@ def spread(numbers: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_rows_of_many_magnitudes(target) -> None:
+@pytest.mark.parametrize("kv_format", CODES, ids=named)
+def test_rows_of_many_magnitudes(kv_format, target) -> None:
     q, k, v = (x.float() for x in tensors(4, 128, 128))
     q[..., 7] *= 1000.0  # an outlier, which most keys do not meet
     k[:, :, 1:, 7] = 0.0
@@ -110,16 +115,17 @@ def test_rows_of_many_magnitudes(target) -> None:
     k[:, :, 3] *= 1e4
     v[:, :, 5] *= 1e-6
     v[:, :, 9] *= 1e5
-    k, v = (INT8.quantize(x, heads_dim=1) for x in (k, v))
+    k, v = (kv_format.quantize(x, heads_dim=1) for x in (k, v))
     check((q / 300).bfloat16(), k, v, target=target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_weights_of_a_pointwise_normaliser(target) -> None:
+@pytest.mark.parametrize("kv_format", CODES, ids=named)
+def test_weights_of_a_pointwise_normaliser(kv_format, target) -> None:
     """They are of either sign, and far from 1."""
     for fn in (lambda s: s, lambda s: s * 1e-6, lambda s: torch.relu(s) * 100.0):
         q, k, v = tensors(4, 64, 64)
-        k, v = (INT8.quantize(x, heads_dim=1) for x in (k, v))
+        k, v = (kv_format.quantize(x, heads_dim=1) for x in (k, v))
         check(q, k, v, fa.variant(normalizer=fa.Pointwise(fn)), target)
 
 
@@ -140,12 +146,82 @@ def test_the_extreme_codes(bits, target) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_row_that_is_not_finite_changes_no_other(target) -> None:
+@pytest.mark.parametrize("kv_format", CODES, ids=named)
+def test_a_row_that_is_not_finite_changes_no_other(kv_format, target) -> None:
     q, k, v = tensors(4, 128, 128)
-    k, v = (INT8.quantize(x, heads_dim=1) for x in (k, v))
+    k, v = (kv_format.quantize(x, heads_dim=1) for x in (k, v))
     clean = fa.attention(q, k, v, target=target)
     q[0, 1, 0, 5], q[1, 2, 0, 9] = float("nan"), float("inf")
     out = fa.attention(q, k, v, target=target)
     assert out[0, 1].isnan().all() and out[1, 2].isnan().all()
     out[0, 1], out[1, 2] = clean[0, 1], clean[1, 2]
     assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kv_format", CODES, ids=named)
+def test_many_keys_and_scores_far_from_0(kv_format, target) -> None:
+    """Sums of thousands of weights, and scores of which eager bf16 has whole numbers."""
+    for scale in (1.0, 8.0):
+        q, k, v = tensors(4, 128, 128, keys=3000)
+        k, v = (kv_format.quantize(x, heads_dim=1) for x in (k, v))
+        check((q * scale).bfloat16(), k, v, target=target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rows", [1, 3, 6])
+@pytest.mark.parametrize("group", [None, 64])
+def test_nan_codes_are_nan_where_they_are_read(group, rows, target) -> None:
+    form = Format("e4m3", group=group)
+    q, k, v = tensors(rows, 128, 128, keys=70)
+    k, v = (form.quantize(x, heads_dim=1) for x in (k, v))
+    clean = fa.attention(q, k, v, target=target)
+    for key, dim, code in ((0, 0, 0x7F), (37, 77, 0xFF), (69, 127, 0x7F)):
+        keys, values = (replace(x, codes=x.codes.clone()) for x in (k, v))
+        values.codes.view(torch.uint8)[0, 1, key, dim] = code
+        out = fa.attention(q, keys, values, target=target)
+        assert out[0, rows:, 0, dim].isnan().all()
+        out[0, rows:, 0, dim] = clean[0, rows:, 0, dim]
+        assert torch.equal(out, clean)
+        keys.codes.view(torch.uint8)[1, 0, key, dim] = code
+        out = fa.attention(q, keys, v, target=target)
+        assert out[1, :rows].isnan().all()
+        out[1, :rows] = clean[1, :rows]
+        assert torch.equal(out, clean)
+
+
+BOOKS = {
+    "of many magnitudes": [*(s * 10.0**i for s in (1, -1) for i in range(-5, 3))],
+    "tiny": [1e-36 * i for i in range(-8, 8)],
+    "huge": [2e35 * i for i in range(-8, 8)],
+    "zero": [0.0] * 16,
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("book", BOOKS)
+def test_codebooks_of_any_magnitude(book, target) -> None:
+    """The values of codes are as exact as those of queries, however small beside others."""
+    table = torch.tensor(BOOKS[book])
+    largest = table.abs().max().item() or 1.0
+    for rows in (1, 4, 6):
+        q = tensors(rows, 128, 128)[0]
+        codes = [
+            torch.randint(0, 256, (2, 2, 150, 64), generator=torch.Generator().manual_seed(i))
+            for i in (5, 6)
+        ]
+        codes[0][0] = codes[0][0] % 4 * 17  # keys and values of the smallest entries alone
+        codes[1][1] = codes[1][1] % 4 * 17
+        scales = torch.full((2, 2, 150), 1.0 / largest)
+        k, v = (fa.kv.Stored(x.to(torch.uint8), scales, codebook=table) for x in codes)
+        check(q, k, v, target=target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("code", ["e4m3", "nf4"])
+def test_values_near_zero_points(code, target) -> None:
+    """The differences are small beside codes and zero points, and are all that counts."""
+    q, k, v = tensors(4, 128, 128)
+    stored = [Format(code).quantize(x.abs() * 1e-2 + 3.0, heads_dim=1) for x in (k, v)]
+    near = [replace(x, zeros=3.0 / x.scales) for x in stored]
+    check((q * 30).bfloat16(), *near, target=target)

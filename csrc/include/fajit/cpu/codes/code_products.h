@@ -1,0 +1,201 @@
+// Products of a few bf16 rows with keys and values of 8 or 4 bits, whose codes are multiplied as
+// they are, for few_row.h.
+//
+//   code_scores   S = Q K^T, lanes over keys: words of four codes of 16 rows are transposed
+//   code_values   O += P V, lanes over head_dim_v: the codes of four keys are interleaved, or
+//                 converted key by key
+//
+// How codes are multiplied is a class Products: IntegerProducts or HalfProducts. Scores take four
+// codes of each word at once, and multiply them with four numbers of a row of Q in two parts, its
+// sides.
+//
+// Products of a group of channels are multiplied by its scale before they are added, and zero
+// points are products with sums of q.
+#pragma once
+#include <fajit/cpu/codes/halves.h>
+#include <fajit/cpu/codes/integers.h>
+#include <fajit/cpu/codes/numbers.h>
+#include <fajit/cpu/few_row_kernel.h>
+
+namespace fajit {
+
+// Whether rows of Dim have groups of channels that these products take.
+template <class Numbers, int Dim>
+constexpr bool takes_groups() {
+  if constexpr (Numbers::kGroups > 0) {
+    constexpr int channels = Dim / Numbers::kGroups;  // no vector of codes may have parts of two
+    return channels <= 512 && (Numbers::kGroups == 1 || channels % (4 * kLanes) == 0 ||
+                               (channels % kLeastGroup == 0 && 4 * kLanes % channels == 0));
+  }
+  return false;
+}
+
+// Other rows: converted or decoded.
+struct NoProducts {
+  static constexpr bool kTakes = false;
+  template <class Numbers>
+  static FAJIT_INLINE NoProducts of(const Context&) {
+    return {};
+  }
+};
+
+#if FAJIT_AVX
+// How rows of Dim codes, which hooks with Numbers decode, are multiplied with queries of Q, where
+// they may be.
+template <bool May, class Q, class Code, int Dim, class Numbers>
+using CodeProducts =
+    Choose<!May || !takes_groups<Numbers, Dim>(), NoProducts,
+           Choose<takes_integers<Q, Code, Dim, Numbers>(), IntegerProducts<Code>,
+                  Choose<takes_halves<Q, Code, Dim, Numbers>(), HalfProducts<Code>, NoProducts>>>;
+
+// few_scores for such rows, times the scales of keys. Lanes over dims would take a tree of
+// exchanges for each sum. `q` has QBytes a row, `sums` those of `integer_row`; numbers: those of
+// the tile's keys, Keys apart.
+template <class Numbers, int Dim, int NR, bool Several, int Keys, int QBytes, class Products,
+          class KeyRows, class Fetch>
+FAJIT_INLINE void code_scores(const Products& products, KeyRows k, int count, const float* numbers,
+                              const int8_t* q, const CodeRow* rows, const int32_t* sums, int groups,
+                              float scale, float* s, int s_stride, Fetch fetch) {
+  using Code = typename KeyRows::Element;
+  using Vectors = CodeVectors<Code, Dim>;
+  constexpr int words = Vectors::kRowBytes / 4, in_vector = words < kLanes ? words : kLanes;
+  constexpr int chains = FAJIT_AVX == 512 && NR == 1 ? 2 : 1;  // products have a latency of four
+  using Sums = typename Products::template Sums<chains>;
+  // Words whose products are added before they become floats: of one group of channels.
+  constexpr int channels = Dim / Numbers::kGroups, wide = channels / 4;
+  constexpr bool whole = Numbers::kGroups == 1;
+  constexpr int run = whole ? in_vector : wide < in_vector ? wide : in_vector;
+  // Vectors that may be added, of a group that is the whole row.
+  constexpr int most = Products::kMostDims / (Vectors::kParts * 4 * in_vector);
+  alignas(64) int32_t kept[Several ? words * kLanes : 1];
+  for (int n = 0; n < count; n += kLanes) {
+    [[maybe_unused]] NanCodes nan;  // of all groups of rows
+    const auto group = [&](int g, auto words_of) __attribute__((always_inline)) {
+      const int8_t* const of_group = q + g * NR * QBytes;
+      Sums acc[NR];
+      vf total[NR] = {};
+      // Adds the products of a group of channels, which begins at channel d.
+      const auto finish = [&](int d) __attribute__((always_inline)) {
+        const int own = whole ? 0 : d / channels;
+        vf key_scale = splat(1.0f);
+        if constexpr (Numbers::kCount > 0) key_scale = load(numbers + own * Keys + n);
+#pragma GCC unroll 4
+        for (int r = 0; r < NR; ++r) {
+          int32_t of_row = whole ? rows[g * NR + r].sum : 0;
+          if constexpr (!whole)
+#pragma GCC unroll 2
+            for (int i = 0; i < run * 4 / kLeastGroup; ++i)
+              of_row += sums[(g * NR + r) * (Dim / kLeastGroup) + d / kLeastGroup + i];
+          vf x = acc[r].value(0, chains, of_row);
+          if constexpr (Numbers::kZeros)
+            x -= load(numbers + (Numbers::kGroups + own) * Keys + n) * static_cast<float>(of_row);
+          total[r] += x * key_scale;
+          acc[r] = Sums();
+        }
+      };
+#pragma GCC unroll 1
+      for (int c = 0; c < Vectors::kCount; ++c) {
+        vi x[kLanes];
+        words_of(c, x);
+        const int8_t* const at = of_group + Products::template at<Dim>(c * kVectorBytes, 0);
+        each_index<Vectors::kParts>([&](auto part) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+          for (int j = 0; j < in_vector; ++j) {
+            const auto codes = products.operands(Products::template codes_of<part.value>(x[j]));
+            if constexpr (Products::kMayBeNan)
+              if (g == 0) nan.add(x[j]);
+            // As many as keys, evenly: in a burst decoding took 1.2 times as long (by hand).
+            constexpr int every = words >= kLanes ? words / kLanes : 1;
+            if (g == 0 && part.value == 0 && j % every == 0) {
+              fetch();
+              if constexpr (words < kLanes) fetch();
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < NR; ++r)
+              each_index<2>([&](auto side) __attribute__((always_inline)) {
+                acc[r].template add<side.value>(
+                    j % chains, codes, at,
+                    r * QBytes +
+                        Products::template at<Dim>(part.value * (Dim / 2) + 4 * j, side.value));
+              });
+            if (Products::kSteps > 0 && (j + 1) % larger_of(Products::kSteps, 1) == 0)
+#pragma GCC unroll 4
+              for (int r = 0; r < NR; ++r) acc[r].settle();
+            if (!whole && (j + 1) % run == 0)
+              finish(part.value * (Dim / 2) + c * kVectorBytes + (j + 1 - run) * 4);
+          }
+        });
+        if (whole && most < Vectors::kCount && (c + 1) % larger_of(most, 1) == 0) finish(0);
+      }
+      if constexpr (whole && (most >= Vectors::kCount || Vectors::kCount % larger_of(most, 1) != 0))
+        finish(0);
+#pragma GCC unroll 4
+      for (int r = 0; r < NR; ++r) {
+        if constexpr (Products::kMayBeNan) total[r] += nan.value();
+        store(s + (g * NR + r) * s_stride + n, total[r] * (rows[g * NR + r].unit * scale));
+      }
+    };
+    const auto transposed = [&](int c, vi(&x)[kLanes]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i)
+        x[i] = Vectors::load_row(k(n + i < count ? n + i : count - 1), c);
+      transpose(x);
+    };
+    if constexpr (!Several) {
+      group(0, transposed);
+    } else {
+      group(0, [&](int c, vi(&x)[kLanes]) __attribute__((always_inline)) {
+        transposed(c, x);
+#pragma GCC unroll 16
+        for (int j = 0; j < in_vector; ++j) store(kept + (c * kLanes + j) * kLanes, x[j]);
+      });
+#pragma GCC unroll 1
+      for (int g = 1; g < groups; ++g)
+        group(g, [&](int c, vi(&x)[kLanes]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+          for (int j = 0; j < in_vector; ++j) x[j] = load<vi>(kept + (c * kLanes + j) * kLanes);
+        });
+    }
+  }
+}
+
+// o[row][0, Dim) += sum over `count` keys of p[row] v for groups of NR rows, as integer_values and
+// half_values. `fetch()` issues the prefetches of kFetchedKeys<Products> keys, in kValuePasses
+// parts.
+template <class Numbers, int Dim, int NR, int Rows, int N, class Code, class... Arguments>
+FAJIT_INLINE void code_values(const IntegerProducts<Code>&, const Arguments&... arguments) {
+  integer_values<Numbers, Dim, NR, Rows, N>(arguments...);
+}
+template <class Products>
+constexpr int kFetchedKeys = 4;
+template <class Products, int Dim, int NR>
+constexpr int kValuePasses = 1;
+template <class Code, int Dim, int NR>
+constexpr int kValuePasses<IntegerProducts<Code>, Dim, NR> =
+    CodeVectors<Code, Dim>::kCount * kKeyVectors<Code, Dim> / kPassVectors<Code, Dim, NR>;
+#if FAJIT_HALVES
+template <class Numbers, int Dim, int NR, int Rows, int N, class Code, class ValueRows, class Fetch>
+FAJIT_INLINE void code_values(const HalfProducts<Code>& products, ValueRows v, int count,
+                              const int8_t* p, const CodeRow* rows, const float*, int groups,
+                              float* o, Fetch fetch) {
+  half_values<Numbers, Dim, NR, Rows, N>(products, v, count, p, rows, groups, o, fetch);
+}
+template <class Code>
+constexpr int kFetchedKeys<HalfProducts<Code>> = 1;
+template <class Code, int Dim, int NR>
+constexpr int kValuePasses<HalfProducts<Code>, Dim, NR> = Dim / (32 * kHalfVectors<Dim, NR>);
+#endif
+#else  // never called
+template <bool May, class Q, class Code, int Dim, class Numbers>
+using CodeProducts = NoProducts;
+template <class Numbers, int Dim, int NR, bool Several, int Keys, int QBytes, class... Arguments>
+void code_scores(Arguments...);
+template <class Numbers, int Dim, int NR, int Rows, int N, class... Arguments>
+void code_values(Arguments...);
+template <class Products>
+constexpr int kFetchedKeys = 1;
+template <class Products, int Dim, int NR>
+constexpr int kValuePasses = 1;
+#endif
+
+}  // namespace fajit

@@ -1,0 +1,306 @@
+// Products of a few bf16 rows with e4m3 codes, and with codes of 4 bits that have a codebook, as
+// halves, for code_products.h.
+//
+// An instruction of AVX512-FP16 (Intel's Xeons from Sapphire Rapids on) multiplies and adds 32
+// halves, twice as many as floats. A code becomes a half by two or three operations, e4m3 having
+// fewer bits of either kind, or by one look-up. A row of Q, or of weights, becomes `unit` times
+// halves:
+//
+//   q . k = unit * (halves of q . halves of k)
+//
+// Units are powers of two by which no sum overflows, so that bf16 queries stay exact down to 2^-19
+// of the largest (e4m3, 128 dims). A sum has 11 bits. It becomes a float after kMostDims dims or
+// kMostKeys keys: of random rows the error is 2^-11 of a score, on average, and eager bf16 rounds
+// the score itself to 2^-9.
+#pragma once
+#include <fajit/cpu/codes/numbers.h>
+
+// The assemblers of systems whose compiler is older may not know the instructions.
+#if FAJIT_FP16 && (defined(__clang__) ? __clang_major__ >= 14 : __GNUC__ >= 12)
+#define FAJIT_HALVES 1
+#else
+#define FAJIT_HALVES 0
+#endif
+
+namespace fajit {
+
+// Whether rows of Dim codes, which hooks with Numbers decode, are multiplied as halves with queries
+// of Q. Differences of codes and zero points may be much smaller than both: they stay floats.
+template <class Q, class Code, int Dim, class Numbers>
+constexpr bool takes_halves() {
+#if FAJIT_HALVES
+  if constexpr (same<Q, bfloat16_t> && Numbers::kGroups > 0) {
+    constexpr bool looked = Numbers::kCodebook >= 0;
+    if constexpr (same<Code, e4m3_t>) return Dim % 64 == 0 && !looked && !Numbers::kZeros;
+    if constexpr (same<Code, int4x2_t>)
+      return (Dim == 64 || Dim % 128 == 0) && looked && !Numbers::kZeros;
+  }
+#endif
+  return false;
+}
+
+#if FAJIT_AVX
+// Which bytes are a NaN of e4m3: seven bits of ones.
+class NanCodes {
+ public:
+  FAJIT_INLINE void add(vi codes) {
+    const vi magnitudes = codes | splat(static_cast<int32_t>(0x80808080u));
+    asm("vpmaxub %1, %0, %0" : "+v"(highest_) : "v"(magnitudes));
+  }
+  FAJIT_INLINE bool found() const { return any(words()); }
+  // NaN in the lanes of words that have one, else 0.
+  FAJIT_INLINE vf value() const { return as_float(words() & 0x7fc00000); }
+  // Makes elements NaN in `count` rows of floats, `stride` apart.
+  FAJIT_INLINE void put(float* rows, int count, int stride) const {
+    put(highest_, rows, count, stride);
+  }
+
+ private:
+  FAJIT_INLINE vi words() const {
+    const vi carry = (highest_ & 0x7f7f7f7f) + 0x01010101;
+    return (carry & static_cast<int32_t>(0x80808080u)) != 0;
+  }
+  // By value: the sums of a caller whose address were taken would not stay in registers.
+  __attribute__((noinline, cold)) static void put(vi highest, float* rows, int count, int stride) {
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(&highest);
+    for (int i = 0; i < 4 * kLanes; ++i)
+      if (bytes[i] == 0xff)
+        for (int r = 0; r < count; ++r) rows[r * stride + i] = __builtin_nanf("");
+  }
+
+  vi highest_{};
+};
+#endif
+
+#if FAJIT_HALVES
+FAJIT_INLINE v32 add_half_products(v32 a, v32 x, v32 y) {
+  asm("vfmadd231ph %2, %1, %0" : "+v"(a) : "v"(x), "v"(y));
+  return a;
+}
+// a + x * the two halves, or the one, at base + offset: the same in all lanes. As in integers.h,
+// the offset is a constant, which gcc 12 would not keep in the instruction.
+#if defined(__clang__) || defined(__SANITIZE_ADDRESS__) || !defined(__OPTIMIZE__)
+template <class T>
+FAJIT_INLINE T half_bits(const int8_t* at) {
+  T bits;
+  __builtin_memcpy(&bits, at, sizeof bits);
+  return bits;
+}
+FAJIT_INLINE v32 add_products_of_two(v32 a, v32 x, const int8_t* base, int offset) {
+  return add_half_products(a, x, (v32)splat(half_bits<int32_t>(base + offset)));
+}
+FAJIT_INLINE v32 add_products_of_one(v32 a, v32 x, const int8_t* base, int offset) {
+  return add_half_products(a, x, v32{} + half_bits<uint16_t>(base + offset));
+}
+#else
+FAJIT_INLINE v32 add_products_of_two(v32 a, v32 x, const int8_t* base, int offset) {
+  v32 y;
+  asm("vpbroadcastd %c2(%1), %0"
+      : "=v"(y)
+      : "r"(base), "i"(offset), "m"(*reinterpret_cast<const char (*)[]>(base)));
+  return add_half_products(a, x, y);
+}
+FAJIT_INLINE v32 add_products_of_one(v32 a, v32 x, const int8_t* base, int offset) {
+  asm("vfmadd231ph %c3(%2)%{1to32%}, %1, %0"
+      : "+v"(a)
+      : "v"(x), "r"(base), "i"(offset), "m"(*reinterpret_cast<const char (*)[]>(base)));
+  return a;
+}
+#endif
+FAJIT_INLINE vf lower_floats(v32 halves) {
+  vf r;
+  asm("vcvtph2ps %t1, %0" : "=v"(r) : "v"(halves));
+  return r;
+}
+FAJIT_INLINE vf upper_floats(v32 halves) {
+  v32 upper;
+  asm("vextracti64x4 $1, %1, %t0" : "=v"(upper) : "v"(halves));
+  return lower_floats(upper);
+}
+FAJIT_INLINE v32 add_halves(v32 a, v32 b) {
+  asm("vaddph %1, %0, %0" : "+v"(a) : "v"(b));
+  return a;
+}
+
+// 2^exponent, or the smallest or largest such float whose reciprocal is one too.
+FAJIT_INLINE float power_of_two(int exponent) {
+  const int biased = exponent + 127;
+  return as_float((biased < 1 ? 1 : biased > 253 ? 253 : biased) << 23);
+}
+// The least exponent with |x| < 2^exponent; of 0 a small one.
+FAJIT_INLINE int exponent_above(float x) { return (as_int(x) >> 23 & 255) - 126; }
+
+// As IntegerProducts.
+template <class Code>
+class HalfProducts {
+  static constexpr bool kLooked = same<Code, int4x2_t>;
+  // Halves of codes are less than 2^kCodeBits.
+  static constexpr int kCodeBits = kLooked ? 4 : 1;
+
+ public:
+  static constexpr bool kTakes = true, kMayBeNan = !kLooked;
+  static constexpr int kMostDims = 128, kMostKeys = 128, kSteps = 0;
+
+  template <class Numbers>
+  static FAJIT_INLINE HalfProducts of(const Context& c) {
+    HalfProducts products;
+    if constexpr (kLooked) {
+      const Table table = Table::of<Numbers>(c);
+      const int exponent = exponent_above(table.largest()) - kCodeBits;
+      products.unit_ = power_of_two(exponent);
+      products.table_ = table.halves(power_of_two(-exponent));
+    }
+    return products;
+  }
+
+  // A row of Q as halves, in groups of four: 0, 2, 1, 3.
+  template <int N>
+  FAJIT_INLINE CodeRow query(const float* x, int8_t* halves, int32_t*) const {
+    constexpr vh order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+    return row<N>(x, N, halves, order);
+  }
+  // A row of weights, in order.
+  template <int N>
+  FAJIT_INLINE CodeRow weights(const float* x, int n, int8_t* halves) const {
+    constexpr vh order = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return row<N>(x, n, halves, order);
+  }
+  template <int Dim>
+  static constexpr int at(int d, int side) {
+    return 2 * d + 4 * side;
+  }
+
+  // The codes themselves; of those of 4 bits that are in the low bits of a byte, others above them.
+  template <int part>
+  static FAJIT_INLINE vi codes_of(vi x) {
+    return part ? x >> 4 : x;
+  }
+  // Halves of the even codes of each word, and of the odd ones.
+  struct Operands { v32 side[2]; };
+  FAJIT_INLINE Operands operands(vi codes) const {
+    const v32 x = (v32)codes;
+    if constexpr (kLooked) {
+      return {{lookup32(table_, x), lookup32(table_, x >> 8)}};
+    } else {
+      // Shifted with its sign, which bit 14 then has too.
+      typedef int16_t words __attribute__((vector_size(64)));
+      const auto half = [](v32 x) { return (v32)((words)x >> 1) & uint16_t{0xbf80}; };
+      return {{half(x << 8), half(x)}};
+    }
+  }
+
+  template <int N>
+  class Sums {
+   public:
+    template <int side>
+    FAJIT_INLINE void add(int i, const Operands& x, const int8_t* base, int offset) {
+      now_[side][i] = add_products_of_two(now_[side][i], x.side[side], base, offset);
+    }
+    FAJIT_INLINE void settle() {}
+    FAJIT_INLINE vf value(int first, int count, int32_t) const {
+      v32 sum = add_halves(now_[0][first], now_[1][first]);
+#pragma GCC unroll 2
+      for (int i = first + 1; i < first + count; ++i)
+        sum = add_halves(sum, add_halves(now_[0][i], now_[1][i]));
+      sum = add_halves(sum, (v32)((vu)sum >> 16));
+      return half_to_float(__builtin_convertvector((vu)sum, vh));
+    }
+
+   private:
+    v32 now_[2][N] = {};
+  };
+
+  // Codes of dims [d, d + 32) of a row of Dim.
+  template <int Dim>
+  FAJIT_INLINE v32 load(const Code* row, int d) const {
+    if constexpr (kLooked)
+      return lookup32(table_, load_bytes(row + d % (Dim / 2)) >> uint16_t(d < Dim / 2 ? 0 : 4));
+    else return (load_signed_bytes(row + d) << 7) & uint16_t{0xbf80};
+  }
+
+ private:
+  static constexpr int ceil_log2(int n) { return n > 1 ? 1 + ceil_log2((n + 1) / 2) : 0; }
+
+  // x[0, n) as halves, n a multiple of kLanes.
+  template <int N>
+  FAJIT_INLINE CodeRow row(const float* x, int n, int8_t* halves, vh order) const {
+    vf largest{}, finite{};
+    for (int d = 0; d < n; d += kLanes) {
+      largest = max(largest, abs(fajit::load(x + d)));
+      finite += fajit::load(x + d) * 0.0f;
+    }
+    constexpr int room = 15 - kCodeBits - ceil_log2(N);
+    const int exponent = exponent_above(reduce_max(largest)) - room;
+    const vf factor = splat(power_of_two(-exponent));
+    // Halves take no more than half of the memory, which may be the same: none is overwritten
+    // before it is read.
+    for (int d = 0; d < n; d += kLanes)
+      store(halves + 2 * d, __builtin_shuffle(float_to_half(fajit::load(x + d) * factor), order));
+    return {power_of_two(exponent) * unit_ + reduce_add(finite), 0};
+  }
+
+  float unit_ = 256.0f;  // of halves of codes: an e4m3 is a half of 1/256 of its value
+  v32 table_{};
+};
+
+// As integer_values. A row's codes are converted in place, key by key; `fetch()` issues the
+// prefetches of a key, in kPasses parts.
+template <int Dim, int NR>
+constexpr int kHalfVectors = Dim % 128 == 0 ? 4 : 2;  // whose sums with NR rows are in registers
+template <class Numbers, int Dim, int NR, int Rows, int N, class Code, class ValueRows, class Fetch>
+FAJIT_INLINE void half_values(const HalfProducts<Code>& products, ValueRows v, int count,
+                              const int8_t* p, const CodeRow* rows, int groups, float* o,
+                              Fetch fetch) {
+  constexpr int vectors = kHalfVectors<Dim, NR>, stride = 4 * N, channels = Dim / Numbers::kGroups;
+  constexpr int most = HalfProducts<Code>::kMostKeys;
+  for (int g = 0; g < groups; ++g)
+    each_index<Dim / (32 * vectors)>([&](auto pass) __attribute__((always_inline)) {
+      constexpr int first = pass.value * 32 * vectors;
+      const int8_t* of_vector[vectors];
+#pragma GCC unroll 4
+      for (int j = 0; j < vectors; ++j)
+        of_vector[j] = p + ((first + 32 * j) / channels * Rows + g * NR) * stride;
+      for (int begin = 0; begin < count; begin += most) {
+        const int end = N <= most || count - begin < most ? count : begin + most;
+        v32 acc[NR][vectors] = {};
+        NanCodes nan[vectors / 2];
+        for (int n = begin; n < end; ++n) {
+          const Code* const row = v(n);
+          if (g == 0) fetch();
+#pragma GCC unroll 4
+          for (int j = 0; j < vectors; ++j) {
+            const v32 x = products.template load<Dim>(row, first + 32 * j);
+            if constexpr (HalfProducts<Code>::kMayBeNan)
+              if (j % 2 == 0) nan[j / 2].add(load<vi>(row + first + 32 * j));
+#pragma GCC unroll 4
+            for (int r = 0; r < NR; ++r)
+              acc[r][j] = add_products_of_one(acc[r][j], x, of_vector[j] + 2 * n, r * stride);
+          }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < NR; ++r)
+#pragma GCC unroll 4
+          for (int j = 0; j < vectors; ++j) {
+            const int d = first + 32 * j, row = d / channels * Rows + g * NR + r;
+            float* const at = o + (g * NR + r) * Dim + d;
+            const vf unit = splat(rows[row].unit);
+            store(at, load(at) + lower_floats(acc[r][j]) * unit);
+            store(at + kLanes, load(at + kLanes) + upper_floats(acc[r][j]) * unit);
+          }
+        if constexpr (HalfProducts<Code>::kMayBeNan)
+#pragma GCC unroll 2
+          for (int i = 0; i < vectors / 2; ++i)
+            if (__builtin_expect(nan[i].found(), false))
+              nan[i].put(o + g * NR * Dim + first + 64 * i, NR, Dim);
+      }
+    });
+}
+#else
+template <class Code>
+class HalfProducts {
+ public:
+  static constexpr bool kTakes = false;
+};
+#endif
+
+}  // namespace fajit
