@@ -16,7 +16,7 @@ from torch import Tensor
 from .errors import InputError
 from .formats import Codes, Decoding, Format, Formats, Stored, hadamard
 from .variants.builtins import kv_slot
-from .variants.compose import present_hooks
+from .variants.compose import ComposedVariant, present_hooks
 from .variants.library.made_classes import made_class
 from .variants.variant import Variant, scalar, tensor
 
@@ -180,17 +180,18 @@ def decoded(
     """`variant` over quantised keys and values: its hooks see values.
 
     Rows are rotated back where the variant changes them, and those of values with rotate_back; else
-    queries are rotated too, and the output is rotated back.
+    queries are rotated too, and the output is rotated back. Scales go with any variant: what `&`
+    checks took 80 us of each call.
     """
     changed, (keys, values) = present_hooks(variant), sides
     if values is not None:
         if values.rotated and "value_mod" not in changed and not rotate_back:
             variant, values = RotatedOutput() & variant, values._replace(rotated=False)
-        variant = _made("ValueScale", values, dense, True)() & variant
+        variant = ComposedVariant("and", (_made("ValueScale", values, dense, True)(), variant))
     if keys is not None:
         if keys.rotated and "key_mod" not in changed:
             variant, keys = variant & RotatedQuery(), keys._replace(rotated=False)
-        variant = _made("KeyScale", keys, dense, True)() & variant
+        variant = ComposedVariant("and", (_made("KeyScale", keys, dense, True)(), variant))
     return variant
 
 

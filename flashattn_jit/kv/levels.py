@@ -23,7 +23,7 @@ from ..ops.keys.level_pages import CascadeLevel
 from ..ops.plan import Plan
 from ..torch_modes import on_host
 from ..variants.params import Dims, declared_params
-from .reclaim import MaskPages
+from .reclaim import Mask, MaskPages
 from .spec import Group
 
 if TYPE_CHECKING:
@@ -41,19 +41,12 @@ class Shared(NamedTuple):
     counts: NDArray[Any]
 
 
-class Known(NamedTuple):
-    """The params that an attention was planned with: given ones, and with the group's."""
-
-    given: dict[str, Any]
-    mask_params: dict[str, Any]
-
-
 class StepPlanner:
     """Plans the steps of one group, and remembers what the same sequences share."""
 
     def __init__(self, group: Group, mask: MaskPages) -> None:
         self._group, self._mask = group, mask
-        self._known: WeakKeyDictionary[BatchBase, Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[BatchBase, Mask] = WeakKeyDictionary()
         self._shared: Shared | None = None
         self._decided: tuple[object, ...] = ()
         self._num_keys = 0
@@ -130,12 +123,9 @@ class StepPlanner:
     ) -> dict[str, Any]:
         """The params of the mask, with those of the group as defaults.
 
-        Raises InputError for an attention that is not for the group's layers; an attention with the
-        same params is looked at once.
+        Raises InputError for an attention that is not for the group's layers. The tensors that its
+        mask reads are compared when it is first planned with them.
         """
-        known = self._known.get(attention)
-        if known is not None and _same_values(known.given, given):
-            return known.mask_params
         own, found = self._group, attention.options
         names = ["num_kv_heads", "head_dim", "head_dim_v"]
         for name in [*names, "num_q_heads"] if self._mask.reads_head else names:
@@ -164,20 +154,19 @@ class StepPlanner:
             max((seq.group_len(group) + n for seq, n in counts), default=0),
             found.head_dim, found.head_dim_v, found.device,
         )  # fmt: skip
-        if not self._mask.is_that_of(attention.variant, dims, mask_params):
+        mask = self._mask.of(attention.variant, dims, mask_params)
+        known = self._known.get(attention)
+        if mask is None or (known is not None and mask.is_same(known)):
+            return mask_params
+        if not self._mask.is_like(mask):
             assert own.variant is not None
             raise InputError(
                 f"the mask of attention ({attention.variant.name}) or a param of it is not that of "
                 f"group {group} ({own.variant.name}), which decides what pages are kept: give "
                 'fa.kv.Group the variant of its layers, with mask_params, or reclaim="never"'
             )
-        self._known[attention] = Known(given, mask_params)
+        self._known[attention] = mask
         return mask_params
-
-
-def _same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two mappings hold the same objects."""
-    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
 
 
 def _members(step: Step) -> tuple[object, ...]:

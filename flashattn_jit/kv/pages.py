@@ -46,7 +46,8 @@ class Pages:
     ) -> None:  # fmt: skip
         self.num_pages = num_pages
         try:
-            self._make_memory(group, page_size, dtype, device, layout)
+            with torch.inference_mode(False):  # later writes may be made outside of it
+                self._make_memory(group, page_size, dtype, device, layout)
             self.refs: NDArray[np.int32] = np.zeros(num_pages + 1, np.int32)
             self.owner: NDArray[np.int32] = np.full(num_pages + 1, -1, np.int32)
             self._free: NDArray[np.int32] = np.arange(num_pages, 0, -1, dtype=np.int32)

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from ..errors import InputError, ParamError
 from ..ops.arguments.checks import INT32_MAX, check_int
 from ..ops.planning.batch_params import bind_plan
+from ..variants.binding import Bound
 from ..variants.interval.simplify import simplify
 from ..variants.interval.tile_runs import MaskParams, form_and_arguments
-from ..variants.ir.ir import Graph, remap_slots, slot_order
+from ..variants.ir.ir import Graph, VariantIR, remap_slots, slot_order
 from ..variants.params import Dims
 from ..variants.variant import Variant, as_variant
 from .spec import Group
@@ -35,6 +36,16 @@ class Mask(NamedTuple):
     text: str | None
     tensors: tuple[torch.Tensor, ...]
     scalars: tuple[float, ...]
+
+    def is_same(self, other: Mask) -> bool:
+        """Whether both have one graph, equal numbers and the same tensors, whatever they hold."""
+        return (
+            (self.graph is other.graph or self.graph == other.graph)
+            and self.text == other.text
+            and self.scalars == other.scalars
+            and len(self.tensors) == len(other.tensors)
+            and all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))
+        )
 
     def is_like(self, other: Mask) -> bool:
         """Whether both have one interval form over equal values, so that one judges for both."""
@@ -51,15 +62,26 @@ class Mask(NamedTuple):
         )
 
 
-def _mask_of(variant: Variant, dims: Dims, given: Mapping[str, object]) -> Mask:
-    """The mask of a variant, whatever its other hooks read."""
-    bound = bind_plan(variant, dims, given, {})
-    graph = bound.ir.hook("mask_mod")
+Own = tuple[Graph, dict[int, int], dict[int, int]]
+"""The graph of a mask, with slots of its own, and the variant's slots of tensors and of scalars."""
+
+
+def _own_graph(ir: VariantIR) -> Own | None:
+    """That of a variant's mask; None where it has no graph."""
+    graph = ir.hook("mask_mod")
     if graph is None:
-        return Mask(None, bound.ir.cpp_hook("mask_mod"), (), ())
+        return None
     tensors, scalars = slot_order([graph])
+    return remap_slots(graph, tensors, scalars), tensors, scalars
+
+
+def _mask_of(bound: Bound, own: Own | None) -> Mask:
+    """The mask of a bound variant, whatever its other hooks read."""
+    if own is None:
+        return Mask(None, bound.ir.cpp_hook("mask_mod"), (), ())
+    graph, tensors, scalars = own
     return Mask(
-        remap_slots(graph, tensors, scalars), None, tuple(bound.tensors[i] for i in tensors),
+        graph, None, tuple(bound.tensors[i] for i in tensors),
         tuple(bound.scalars[i] for i in scalars),
     )  # fmt: skip
 
@@ -76,6 +98,7 @@ class MaskPages:
         self._page_size, self._max_kv_len = page_size, max_kv_len
         self._form = None
         self._mask: Mask | None = None
+        self._seen: tuple[VariantIR, Own | None] | None = None
         self.reclaims = self.reads_head = False
         variant = group.variant
         if variant is None or group.reclaim == "never":
@@ -86,12 +109,13 @@ class MaskPages:
             1, heads, group.num_kv_heads, 1, max_kv_len, group.head_dim, dim_v, torch.device("cpu")
         )
         try:
-            self._mask = mask = _mask_of(variant, dims, group.mask_params)
+            bound = bind_plan(variant, dims, group.mask_params, {})
         except ParamError as error:
             raise ParamError(
                 f"the mask of {variant.name} decides which pages stay, for all sequences: give "
                 f'its params as mask_params of the fa.kv.Group, or reclaim="never" ({error})'
             ) from error
+        self._mask = mask = _mask_of(bound, _own_graph(bound.ir))
         if mask.graph is None:  # none, or C++ text, which is not analysed: every page stays
             return
         uses = simplify(mask.graph).uses
@@ -107,12 +131,21 @@ class MaskPages:
         # Deadness is monotone: pages that die for any q_from are dead for the last one.
         self.reclaims = bool(self.dead(max_kv_len - 1, max_kv_len).any())
 
-    def is_that_of(self, variant: Variant, dims: Dims, mask_params: Mapping[str, object]) -> bool:
-        """Whether a variant has the mask, or nothing is given up by the group's choice.
+    def of(self, variant: Variant, dims: Dims, mask_params: Mapping[str, object]) -> Mask | None:
+        """The mask of a variant; None where nothing is given up by the group's choice.
 
         Raises ParamError as `plan` of an attention.
         """
-        return self._mask is None or self._mask.is_like(_mask_of(variant, dims, mask_params))
+        if self._mask is None:
+            return None
+        bound, seen = bind_plan(variant, dims, mask_params, {}), self._seen
+        if seen is None or seen[0] is not bound.ir:
+            seen = self._seen = bound.ir, _own_graph(bound.ir)
+        return _mask_of(bound, seen[1])
+
+    def is_like(self, mask: Mask | None) -> bool:
+        """Whether `of` gave the group's mask."""
+        return self._mask is None or (mask is not None and self._mask.is_like(mask))
 
     def dead(self, q_from: int, kv_len: int) -> Bools:
         """[pages] of the keys below kv_len, rounded up: True where no query from q_from on reads.

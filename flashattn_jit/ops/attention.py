@@ -87,7 +87,7 @@ def attention(
     kind: Kind | None = None
     if isinstance(k, Stored) or isinstance(v, Stored):
         k, v, variant = unwrap(k, v, as_variant(variant), params, True, partial)
-    elif kv_len is None and target is None and type(q_offset) in (int, str):
+    if kv_len is None and target is None and type(q_offset) in (int, str):
         kind = ("attention", q_offset)
     given = (q, k, v) if out is None else (q, k, v, out)
     if lse is not None:

@@ -38,7 +38,6 @@ class ComposedVariant(Variant):
         self.__dict__.update(_operation=operation, _parts=parts, _prefix=prefix, _kept=kept)
         self.__dict__["_shape"] = (operation, prefix, kept, *(p._shape for p in parts))
         self.__dict__["_declared"] = tuple(declared)
-        self.__dict__["_name"] = self._expression()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names = ("_operation", "_parts", "_prefix", "_kept")
@@ -47,6 +46,8 @@ class ComposedVariant(Variant):
     @property
     def name(self) -> str:
         """The expression without arguments: ``Causal & ~Chunked``; made once, as calls read it."""
+        if "_name" not in self.__dict__:
+            self.__dict__["_name"] = self._expression()
         return self._name
 
     def _expression(self) -> str:

@@ -113,6 +113,20 @@ def test_pages_and_keys_at_every_length(variant: fa.Variant, reclaim: str) -> No
             step.commit()
 
 
+@pytest.mark.parametrize("reclaim", ["holes", "compact"])
+def test_pages_that_later_queries_read_again(reclaim: str) -> None:
+    """However few keys there are so far: the cache does not know that no query follows."""
+    mask = fa.variant(mask_mod=lambda b, h, q, k: (k <= q) & ((q - k) % 64 == 0) & (q - k < 1024))
+    spec = fa.kv.Spec((fa.kv.Group((0,), 1, 8, variant=mask, reclaim=reclaim),), 16)  # type: ignore[arg-type]
+    for kv_len in (20, 40, 60, 130):
+        found = fa.kv.estimate(spec, kv_len)
+        cache = fa.kv.Cache(spec, [*found.num_pages], max_kv_len=4096, device="meta")
+        seq = cache.open([1], publish=False)
+        for token in range(kv_len):
+            with cache.step([(seq, [token])]) as step:
+                step.commit()
+
+
 def test_a_step_of_a_batch() -> None:
     found = fa.kv.estimate(llama(2, 8, 2, 16), 30, batch=3, page_size=8, dtype=torch.float32)
     (group,) = found.groups

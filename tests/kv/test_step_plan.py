@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -323,6 +324,33 @@ def test_params_of_a_plan_are_looked_at_again_when_they_change() -> None:
         with pytest.raises(fa.InputError, match="mask of attention"):
             step.plan(own, window=10)
         step.plan(own)
+
+
+@pytest.mark.parametrize("kind", [fa.BatchAttention, fa.CascadeAttention])
+def test_numbers_of_the_variant_are_looked_at_again_when_they_change(kind: type) -> None:
+    """Else it would read pages that the group's mask has given up."""
+    near = [9]
+    closure = fa.variant(mask_mod=lambda b, h, q, k: (k <= q) & (q - k < near[0]))
+
+    def set_closure(n: int) -> None:
+        near[0] = n
+
+    window = fa.SlidingWindow(9)
+    for variant, change in (
+        (closure, set_closure), (window, lambda n: setattr(window, "window", n))
+    ):  # fmt: skip
+        group = fa.kv.Group((0,), 2, 32, num_q_heads=4, variant=fa.SlidingWindow(9) & fa.Causal())
+        if variant is closure:
+            group = replace(group, variant=closure)
+        cache = fa.kv.Cache(fa.kv.Spec((group,), 16, torch.float32), 16, max_kv_len=256)
+        own = attention(kind, variant if variant is closure else variant & fa.Causal())
+        with cache.step([(cache.open([]), range(20))]) as step:
+            step.plan(own)
+            change(10)
+            with pytest.raises(fa.InputError, match="mask of attention"):
+                step.plan(own)
+            change(9)
+            step.plan(own)
 
 
 class Named(fa.Variant):

@@ -22,6 +22,8 @@ from ..spec import Group, Spec
 from .families import Expanded, has_encoder, read_expanded
 
 MOST_BYTES = 1 << 62
+_LAST_QUERY = 1 << 20
+"""Pages that are read again by a query before this one are held, however short the sequence is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +285,7 @@ def _left(group: Group, size: int, whole: int) -> Ints | None:
 
 @functools.lru_cache(maxsize=64)
 def _left_up_to(group: Group, size: int, most: int) -> Ints | None:
-    mask = MaskPages(group, size, 2 * most * size)
+    mask = MaskPages(group, size, max(2 * most * size, _LAST_QUERY))
     if not mask.reclaims:
         return None
     left = np.zeros(most + 1, np.int64)

@@ -84,6 +84,16 @@ def test_pages_are_quantised_when_they_are_full(formats, layout, page_size) -> N
         assert num_bytes == (pool.num_pages + 1) * cache.spec.page_bytes(number)
 
 
+@pytest.mark.parametrize("formats", PAIRS)
+def test_a_cache_made_in_inference_mode_is_written_outside_of_it(formats) -> None:
+    with torch.inference_mode():
+        cache = made(formats)
+        inside = cache.open([0], publish=False)
+        grow(cache, inside, 70)
+    grow(cache, inside, 30, 60)
+    check_rows(cache, inside)
+
+
 def test_rows_are_changed_by_the_transform_before_they_wait() -> None:
     rope = fa.RoPE()
     cache = made((Format("int8", "channel"), None), transform=rope)

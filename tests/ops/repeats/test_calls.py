@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,14 +107,25 @@ def test_what_a_hook_captures_is_read_at_each_call() -> None:
         bias, factor = torch.randn(HEADS), factor + 1
 
 
-def test_stored_keys_and_values() -> None:
-    variant, own = fa.Causal(), fa.kv.Format("int8")
-    for _ in range(3):
+@pytest.mark.parametrize("code", ["int8", "nf4", "e4m3"])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_stored_keys_and_values(code: str, rotate: bool, checked_calls: list[object]) -> None:
+    own = fa.kv.Format(code, rotate=rotate)
+    for i in range(4):
         q, k, v = tensors()
+        variant = fa.SlidingWindow(20 + i // 3)
         check(fa.attention(q, k, v, variant), (q, k, v), variant)
-        stored = own.quantize(k), own.quantize(v)
+        stored = own.quantize(k, heads_dim=1), own.quantize(v, heads_dim=1)
         rows = [x.dequantize().to(torch.float32) for x in stored]
+        count = len(checked_calls)
         check(fa.attention(q, *stored, variant), (q, *rows), variant)
+        assert len(checked_calls) == count + (i != 2)  # a changed number is checked
+        if i == 2:  # scales of another layout, and none at all
+            apart = [
+                replace(x, scales=torch.stack([x.scales, x.scales], -1)[..., 0]) for x in stored
+            ]
+            check(fa.attention(q, *apart, variant), (q, *rows), variant)
+            assert len(checked_calls) == count + 1
 
 
 def test_the_target_and_the_threads_of_each_call(
