@@ -61,8 +61,9 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention`` as one fused kernel.
 
     Same arguments and results, head_dim_v != head_dim and any group size included; a row whose keys
-    are all masked is 0. Batch dims and heads of size 1 are broadcast. num_q_heads may be 0, for an
-    empty result as in torch; otherwise num_kv_heads must be at least 1.
+    are all masked is 0. Batch dims and heads of size 1 are broadcast, those of empty results too.
+    num_q_heads may be 0, for an empty result as in torch; otherwise num_kv_heads must be at least
+    1.
 
     Args:
         query: [..., num_q_heads, q_len, head_dim] with any number of leading dims, or none;

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashattn_jit.errors import ParamError
+from flashattn_jit.errors import FlashAttnJitError, ParamError
 from flashattn_jit.torch_modes import example, is_outside, outside_modes, refuse_transforms
 from flashattn_jit.variants.capture.extract import (
     Extracted,
@@ -27,7 +27,7 @@ from flashattn_jit.variants.capture.extract import (
 )
 from flashattn_jit.variants.capture.walk import Walk
 from flashattn_jit.variants.interval.simplify import RangeTableSpec, range_tables, simplify
-from flashattn_jit.variants.ir.ir import Graph, VariantIR
+from flashattn_jit.variants.ir.ir import INTEGER_DIVISIONS, Graph, VariantIR, is_float
 from flashattn_jit.variants.params import Declared, Dims, Param, resolve
 from flashattn_jit.variants.trace.tracer import Traced, trace_variant
 
@@ -150,10 +150,14 @@ class Bound(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """The result of tracing, for all calls with the same structural key and pinned values."""
+    """The result of tracing, for all calls with the same structural key and pinned values.
+
+    divisors: scalars by which integers are divided.
+    """
 
     structure: Structure
     finish: Finish | None
+    divisors: tuple[int, ...]
     selected: tuple[int, ...] | None
     specialised: tuple[tuple[str, object], ...]
     mask_params: frozenset[str]
@@ -164,6 +168,9 @@ Swap = Callable[
     tuple[tuple[torch.Tensor, ...], tuple[float, ...]],
 ]
 """Replaces the extracted tensors and numbers by others, in the same order."""
+
+_NOT_COMPUTED = (ArithmeticError, TypeError, ValueError)
+"""Exceptions of arithmetic with captured numbers."""
 
 Select = Callable[[Sequence[torch.Tensor], Sequence[float], Dims], object]
 
@@ -235,7 +242,10 @@ def _look_up(
         if swap is not None:
             tensors, numbers = swap(tensors, numbers)
         select = group.select
-        result = group.results.get(None if select is None else select(tensors, numbers, dims))
+        try:
+            result = group.results.get(None if select is None else select(tensors, numbers, dims))
+        except _NOT_COMPUTED:  # tracing the hook again says where
+            return None
         return None if result is None else (result, reader.extract, (key, tensors, numbers))
     return None
 
@@ -351,9 +361,21 @@ def _finish(
     dims: Dims,
 ) -> Bound:
     if result.finish is not None:
-        tensors, numbers = result.finish(tensors, numbers)
+        try:
+            tensors, numbers = result.finish(tensors, numbers)
+        except FlashAttnJitError:
+            raise
+        except _NOT_COMPUTED as error:
+            raise ParamError(
+                "a hook computes a number from captured ones, which cannot be done with those of "
+                f"this call: {type(error).__name__}: {error}"
+            ) from error
     if numbers:
         _check_exact(numbers)
+        for i in result.divisors:
+            if numbers[i] == 0:
+                name = result.structure.ir.scalars[i].name
+                raise ParamError(f"a hook divides an integer by {name}, which is 0 in this call")
     if tensors:
         device = dims.device
         for i, t in enumerate(tensors):
@@ -362,9 +384,26 @@ def _finish(
     return Bound(result.structure, tensors, numbers, result.specialised, result.mask_params)
 
 
+def _divisors(ir: VariantIR) -> tuple[int, ...]:
+    """Scalars by which integers are divided: as in torch, that is an error if they are 0."""
+    found = set[int]()
+    for _, graph in ir.hooks:
+        for node in graph.nodes:
+            if node.op not in INTEGER_DIVISIONS or is_float(node.dtype):
+                continue
+            divisor = graph.nodes[node.args[1]]
+            while divisor.op == "cast":
+                divisor = graph.nodes[divisor.args[0]]
+            if divisor.op == "scalar":
+                found.add(divisor.int_attr("slot"))
+    return tuple(sorted(found))
+
+
 def _check_exact(numbers: Sequence[float]) -> None:
     """Raises ParamError for an integer that float64 cannot represent: graphs pass scalars as it."""
     for value in numbers:
+        if type(value) is complex:
+            raise ParamError(f"a hook computes {value} from captured numbers: it must be real")
         if type(value) is int and not -_EXACT <= value <= _EXACT:
             remedy = (
                 ": capture it as a 0-dim int64 tensor"
@@ -413,6 +452,7 @@ def _bind_new(
         result = _Result(
             structure_of(traced.ir),
             traced.finish,
+            _divisors(traced.ir),
             traced.selected,
             _specialised(traced, walk, dims),
             traced.mask_params,

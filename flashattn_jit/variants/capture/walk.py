@@ -39,6 +39,7 @@ from flashattn_jit.variants.capture.extract import (
     Step,
     Yields,
 )
+from flashattn_jit.variants.capture.objects import ABSENT, View, attribute, shallow_copy
 
 MAX_LOCATIONS = 256
 """The most values that one hook may capture: beyond that it captures data, not parameters."""
@@ -60,7 +61,6 @@ _NOT_CALLED_BY_HOOKS = frozenset({
 })  # fmt: skip
 _C_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType,
                   types.ClassMethodDescriptorType, types.BuiltinFunctionType)  # fmt: skip
-_ABSENT = object()
 
 
 _NO_BUILTINS: Mapping[str, object] = types.MappingProxyType({})
@@ -220,6 +220,12 @@ class Walk:
             return self._array(value, name, self._at(value, base, *steps))
         if isinstance(value, _CONSTANTS) or hasattr(type(value), "__fajit_constant__"):
             return self._constant(value, name, self._at(value, base, *steps))
+        if isinstance(value, int | float) and not _dunder_names(type(value)):
+            number = int(value) if isinstance(value, int) else float(value)
+            at = self._at(value, base, *steps)
+            self._guard_type(at)
+            at = self._at(number, at, ("call", Held(type(number))))
+            return self._number(number, name, at)
         known = self._seen.get(id(value))
         if known is not None:
             # An object that is reached twice (a cycle, a shared helper) must stay one object.
@@ -319,6 +325,7 @@ class Walk:
         builtin_names: set[str] = set()
         defaults: list[Build] = []
         kwdefaults: dict[str, Build] = {}
+        attrs: dict[str, Build] = {}
 
         def build(p: Values) -> Any:
             if key in p.made:
@@ -337,6 +344,7 @@ class Walk:
             scope.update({n: stand_in for n, stand_in in p.builtins.items() if n in builtin_names})
             new.__defaults__ = tuple(make(p) for make in defaults) or None
             new.__kwdefaults__ = {n: make(p) for n, make in kwdefaults.items()} or None
+            new.__dict__.update({n: make(p) for n, make in attrs.items()})
             return new
 
         self._seen[key] = (at, build)
@@ -372,6 +380,12 @@ class Walk:
             self._guard(defaults_at, "empty")
         for n, d in (fn.__kwdefaults__ or {}).items():
             kwdefaults[n] = self._visit(d, n, at, ("attribute", "__kwdefaults__"), ("item", n))
+        self._saw_objects = True
+        own = self._at(fn.__dict__, at, ("attribute", "__dict__"))
+        absent = frozenset(n for n in self.names - fn.__dict__.keys() if not n.startswith("__"))
+        self._guard(own, *(("disjoint", absent) if fn.__dict__ else ("empty",)))
+        for n in sorted(self.names & fn.__dict__.keys()):
+            attrs[n] = self._visit(fn.__dict__[n], n, own, ("item", n))
         return build
 
     def _method(self, method: types.MethodType, name: str, at: int) -> Build:
@@ -430,16 +444,16 @@ class Walk:
         before = len(self.tensors) + len(self.numbers)
         attrs: dict[str, Build] = {}
         for n in sorted(self.names):
-            if n.startswith("__") or not hasattr(value, n):
-                continue
-            item = getattr(value, n)
-            if not isinstance(item, (property, types.ModuleType, *_C_DESCRIPTORS)):
+            item = ABSENT if n.startswith("__") else attribute(value, n)
+            if item is not ABSENT and not isinstance(
+                item, (property, types.ModuleType, *_C_DESCRIPTORS)
+            ):
                 attrs[n] = self._visit(item, n, at, ("attribute", n))
         if before == len(self.tensors) + len(self.numbers):
             return lambda p: value
 
         def build(p: Values) -> Any:
-            return _View(value, {n: make(p) for n, make in attrs.items()})
+            return View(value, {n: make(p) for n, make in attrs.items()})
 
         self._seen[id(value)] = (at, build)
         return build
@@ -457,7 +471,7 @@ class Walk:
         def build(p: Values) -> Any:
             if id(value) in p.made:
                 return p.made[id(value)]
-            new = _shallow_copy(value)
+            new = shallow_copy(value)
             p.made[id(value)] = new
             for n, make in attrs.items():
                 made = make(p)
@@ -514,8 +528,11 @@ class Walk:
                     attrs[n] = self._visit(static, "", at, own_class, ("attribute", n))
                     methods.add(n)
                     self._visit_overridden(cls, n, static)
-            elif not isinstance(static, _C_DESCRIPTORS) and hasattr(value, n):
-                attrs[n] = self._visit(getattr(value, n), n, at, ("attribute", n))
+            elif (
+                not isinstance(static, _C_DESCRIPTORS)
+                and (item := attribute(value, n)) is not ABSENT
+            ):
+                attrs[n] = self._visit(item, n, at, ("attribute", n))
         # Syntax looks methods up on the class: `obj(x)`, `obj[i]`, `len(obj)`, `obj + 1`.
         for n in _dunder_names(cls):
             found = _static(cls, n)
@@ -546,20 +563,6 @@ class Walk:
         self._frozen = frozen
 
 
-class _View:
-    """Stands for a module or class whose attributes have been replaced."""
-
-    def __init__(self, base: Any, attrs: dict[str, Any]) -> None:
-        self.__dict__.update(attrs)
-        self.__dict__["_base"] = base
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_base"], name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_base"](*args, **kwargs)
-
-
 def _is_users(fn: Any) -> bool:
     return isinstance(fn, types.FunctionType) and not is_opaque_module(fn.__module__)
 
@@ -575,19 +578,4 @@ def _static(cls: type, name: str) -> Any:
     for base in cls.__mro__:
         if name in base.__dict__:
             return base.__dict__[name]
-    return _ABSENT
-
-
-def _shallow_copy(value: Any) -> Any:
-    try:
-        new = object.__new__(type(value))
-    except TypeError:  # a type made in C that wants its own __new__
-        return copy.copy(value)
-    if hasattr(value, "__dict__"):
-        new.__dict__.update(value.__dict__)
-    for base in type(value).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
-                object.__setattr__(new, slot, getattr(value, slot))
-    return new
+    return ABSENT

@@ -44,6 +44,9 @@ REDUCTIONS = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum",
               "all": "and"}  # fmt: skip
 """Reductions of a vector, with the operation that joins two elements."""
 
+INTEGER_DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
+"""Operations that a divisor of 0 makes an error of integers."""
+
 FLOAT_FUNCTIONS = (
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt tanh sigmoid sin cos tan asin acos atan sinh "
     "cosh erf tanh_approx"

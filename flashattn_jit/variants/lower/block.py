@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from functools import partial
 
-from ..ir.ir import HOOK_INPUTS, REDUCTIONS, Graph, Node, TensorParam, rearranged
+from ..ir.ir import HOOK_INPUTS, INTEGER_DIVISIONS, REDUCTIONS, Graph, Node, TensorParam, rearranged
 from .expressions import CPP_TYPE, TAG, UNROLLED, Loop, Uniforms, joined, literal, map_op, read_op
 
 
@@ -269,13 +269,10 @@ def _cheap_division(block: Block, node: Node, names: list[str]) -> tuple[Node, l
         inverse = block.emit(f"ops::div(1.0f, {names[1]})", names[1:], "float")
         return replace(node, op="mul"), [names[0], inverse]
     known = block.on_host(names[1]) and not block.on_host(names[0])
-    if known and node.op in _DIVISIONS and node.dtype == "int32":
+    if known and node.op in INTEGER_DIVISIONS and node.dtype == "int32":
         divisor = block.emit(f"Divisor({names[1]})", names[1:], "Divisor")
         return node, [names[0], divisor]
     return node, names
-
-
-_DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
 
 
 def _reduce(block: Block, graph: Graph, node: Node, values: list[list[str]]) -> str:

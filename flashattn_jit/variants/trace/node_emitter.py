@@ -19,7 +19,7 @@ import torch
 from flashattn_jit.variants.capture.extract import HostTensor, map_tree
 from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.ir.dtypes import VALUE_DTYPES
-from flashattn_jit.variants.ir.ir import category, is_float
+from flashattn_jit.variants.ir.ir import INTEGER_DIVISIONS, category, is_float
 from flashattn_jit.variants.trace.operations import cast, op, val
 from flashattn_jit.variants.trace.values import Captured, Number, Value, pinned, tracer
 
@@ -138,7 +138,7 @@ class Emitter:
 
     def _fold(self, op: str, args: Sequence[int], values: Sequence[Any], dtype: str) -> int | None:
         arrays = [np.asarray(v, self.node(a).dtype) for a, v in zip(args, values, strict=True)]
-        integer_division = op in ("floordiv", "truncdiv", "remainder", "fmod")
+        integer_division = op in INTEGER_DIVISIONS
         if integer_division and not is_float(dtype) and values[1] == 0:
             return None
         with np.errstate(all="ignore"):

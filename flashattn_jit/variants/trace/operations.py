@@ -158,7 +158,14 @@ def _integer_division(name: str, input: Any, other: Any) -> Value:
     return emit(name, (x, y), dtype)
 
 
-@op("pow", "float_power")
+@op("float_power")
+def _float_power(input: Any, exponent: Any) -> Value:
+    """torch.float_power: both as float64, whatever they are."""
+    power = val(exponent)
+    return _pow(cast(val(input), "float64"), power if power.weak else cast(power, "float64"))
+
+
+@op("pow")
 def _pow(input: Any, exponent: Any) -> Value:
     if type(exponent) is Number and type(exponent.value) is int:
         exponent = exponent.pin()

@@ -133,6 +133,112 @@ def test_cells_defaults_and_keyword_defaults():
     assert value(hook) == 3 + 6
 
 
+def test_attributes_of_functions():
+    def near(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx < near.window + getattr(near, "more", 0)
+
+    near.window = 5
+    assert value(near, q_idx=9, kv_idx=3) is False
+    near.window = 7
+    assert value(near, q_idx=9, kv_idx=3) is True
+    near.window = 6
+    assert value(near, q_idx=9, kv_idx=3) is False
+    near.more = 1  # which the first traces could not see
+    assert value(near, q_idx=9, kv_idx=3) is True
+    near.unread = 1
+    near.more = 0
+    assert value(near, q_idx=9, kv_idx=3) is False
+    del near.more
+    assert value(near, q_idx=9, kv_idx=3) is False
+
+    def bare(b, h, q_idx, kv_idx):
+        return kv_idx < getattr(bare, "limit", 3)
+
+    assert value(bare, kv_idx=5) is False
+    bare.limit = 6
+    assert value(bare, kv_idx=5) is True
+
+
+def test_numbers_of_a_class_of_the_user():
+    class Width(int):
+        pass
+
+    class Share(float):
+        pass
+
+    class Odd(float):
+        def __mul__(self, other):
+            return 7.0
+
+        __rmul__ = __mul__
+
+    factor = Width(5)
+
+    def scaled(score, b, h, q_idx, kv_idx):
+        return score * factor
+
+    for factor in (Width(5), Width(9), 4, Share(0.5), Share(0.25), 0.125):
+        assert value(scaled) == factor
+    factor = Odd(2.0)
+    with pytest.raises(TraceError, match="type Odd"):
+        value(scaled)
+
+
+def test_attributes_that_a_class_computes_or_refuses():
+    class Names:
+        def __init__(self):
+            self.__dict__["known"] = {"w": 2.0}
+
+        def __getattr__(self, name):
+            return self.__dict__["known"][name]  # KeyError for what a hook does not read
+
+    names = Names()
+
+    def scaled(score, b, h, q_idx, kv_idx):
+        return score * names.w
+
+    assert value(scaled) == 2.0
+    names.known["w"] = 3.0
+    assert value(scaled) == 3.0
+
+
+def test_numbers_that_cannot_be_computed_later():
+    n = 2
+
+    def divided(score, b, h, q_idx, kv_idx):
+        return score + 10 // n
+
+    def rooted(score, b, h, q_idx, kv_idx):
+        return score * n**0.5
+
+    def branched(score, b, h, q_idx, kv_idx):
+        return score if 10 // n > 3 else -score
+
+    def modulo(score, b, h, q_idx, kv_idx):
+        return score + (q_idx + 7) % n
+
+    for hook, wrong, message in (
+        (divided, 0, "cannot be done with those of this call: ZeroDivisionError"),
+        (rooted, -4, "must be real"),
+        (modulo, 0, "divides an integer by n, which is 0"),
+    ):
+        n = 2
+        first = value(hook)
+        n = wrong
+        for _ in range(2):
+            with pytest.raises(ParamError, match=message):
+                value(hook)
+        n = 2
+        assert value(hook) == first
+    n = 2
+    assert value(branched) == 1.0
+    n = 0
+    with pytest.raises(TraceError, match="ZeroDivisionError"):
+        value(branched)
+    n = 5
+    assert value(branched) == -1.0
+
+
 def test_partials():
     def hook(scale, s, b, h, q, k, offset):
         return s * scale + offset
