@@ -42,7 +42,7 @@ class Mask(NamedTuple):
         return (
             (self.graph is other.graph or self.graph == other.graph)
             and self.text == other.text
-            and self.scalars == other.scalars
+            and other.scalars == self.scalars
             and len(self.tensors) == len(other.tensors)
             and all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))
         )

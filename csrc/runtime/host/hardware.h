@@ -11,8 +11,8 @@ namespace fajit::runtime {
 // Features of this machine's CPU beyond its architecture's baseline, by the names in the table of
 // CPU targets (codegen/targets.py): "x86-64-v3", "x86-64-v4", "avx512_vnni", "avx512_fp16",
 // "avx512_bf16", "fast_avx512_bf16" (its products are faster than those of fp32), "amx_tile" and
-// "amx_bf16" (where the kernel lets this process use tiles). A feature counts only if the operating system saves its
-// registers (XCR0).
+// "amx_bf16" (where the kernel lets this process use tiles). A feature counts only if the operating
+// system saves its registers (XCR0).
 const std::vector<std::string>& cpu_features();
 
 // FLASHATTN_JIT_TARGET of the process environment, null if not set. Calls without a target read it

@@ -130,16 +130,20 @@ def test_weights_of_a_pointwise_normaliser(kv_format, target) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_extreme_codes(bits, target) -> None:
+@pytest.mark.parametrize("code", ["int8", "int4", "e4m3", "codebook"])
+def test_the_extreme_codes(code, target) -> None:
     """-128 too, in every lane: sums of 256 such products fit."""
-    if bits == 8:
-        codes = torch.full((1, 1, 64, 256), -128, dtype=torch.int8)
-        codes[:, :, 1::2] = 127
+    book = None
+    if code in ("int8", "e4m3"):
+        lowest, highest = (-128, 127) if code == "int8" else (-2, 126)  # 0xfe and 0x7e: -448, 448
+        codes = torch.full((1, 1, 64, 256), lowest, dtype=torch.int8)
+        codes[:, :, 1::2] = highest
+        codes = codes if code == "int8" else codes.view(torch.float8_e4m3fn)
     else:
         codes = torch.zeros(1, 1, 64, 128, dtype=torch.uint8)
         codes[:, :, 1::2] = 0xFF
-    stored = fa.kv.Stored(codes, torch.tensor(1.0))
+        book = torch.linspace(-7.999, 7.999, 16) if code == "codebook" else None
+    stored = fa.kv.Stored(codes, torch.tensor(1.0), codebook=book)
     q = torch.full((1, 4, 1, 256), 3e-3).bfloat16()
     check(q, stored, stored, target=target)
     check(-q, stored, stored, target=target)
@@ -166,6 +170,20 @@ def test_many_keys_and_scores_far_from_0(kv_format, target) -> None:
         q, k, v = tensors(4, 128, 128, keys=3000)
         k, v = (kv_format.quantize(x, heads_dim=1) for x in (k, v))
         check((q * scale).bfloat16(), k, v, target=target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kv_format", CODES, ids=named)
+def test_sums_of_equal_products(kv_format, target) -> None:
+    """Roundings of each step go the same way."""
+    for rows, dim in ((1, 64), (4, 128), (7, 256)):
+        q, k, v = tensors(rows, dim, dim, keys=1000)
+        for same in (0, 1):
+            k, v = k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v)
+            if same:  # in all dims too
+                q, k, v = (x[..., :1].expand_as(x).contiguous() for x in (q, k, v))
+            stored = (kv_format.quantize(x.contiguous(), heads_dim=1) for x in (k, v))
+            check(q, *stored, target=target)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -139,7 +139,7 @@ class HalfProducts {
 
  public:
   static constexpr bool kTakes = true, kMayBeNan = !kLooked;
-  static constexpr int kMostDims = 128, kMostKeys = 128, kSteps = 0;
+  static constexpr int kMostDims = 128, kMostKeys = 64, kSteps = 8;
 
   template <class Numbers>
   static FAJIT_INLINE HalfProducts of(const Context& c) {
@@ -196,18 +196,25 @@ class HalfProducts {
     FAJIT_INLINE void add(int i, const Operands& x, const int8_t* base, int offset) {
       now_[side][i] = add_products_of_two(now_[side][i], x.side[side], base, offset);
     }
-    FAJIT_INLINE void settle() {}
-    FAJIT_INLINE vf value(int first, int count, int32_t) const {
-      v32 sum = add_halves(now_[0][first], now_[1][first]);
+    FAJIT_INLINE void settle() {
 #pragma GCC unroll 2
-      for (int i = first + 1; i < first + count; ++i)
-        sum = add_halves(sum, add_halves(now_[0][i], now_[1][i]));
+      for (int i = 0; i < N; ++i) {
+        total_[i] = add_halves(total_[i], add_halves(now_[0][i], now_[1][i]));
+        now_[0][i] = now_[1][i] = v32{};
+      }
+    }
+    FAJIT_INLINE vf value(int first, int count, int32_t) {
+      settle();
+      v32 sum = total_[first];
+#pragma GCC unroll 2
+      for (int i = first + 1; i < first + count; ++i) sum = add_halves(sum, total_[i]);
       sum = add_halves(sum, (v32)((vu)sum >> 16));
       return half_to_float(__builtin_convertvector((vu)sum, vh));
     }
 
    private:
     v32 now_[2][N] = {};
+    v32 total_[N] = {};
   };
 
   // Codes of dims [d, d + 32) of a row of Dim.
@@ -246,13 +253,13 @@ class HalfProducts {
 // As integer_values. A row's codes are converted in place, key by key; `fetch()` issues the
 // prefetches of a key, in kPasses parts.
 template <int Dim, int NR>
-constexpr int kHalfVectors = Dim % 128 == 0 ? 4 : 2;  // whose sums with NR rows are in registers
+constexpr int kHalfVectors = NR <= 2 && Dim % 128 == 0 ? 4 : 2;  // whose sums are in registers
 template <class Numbers, int Dim, int NR, int Rows, int N, class Code, class ValueRows, class Fetch>
 FAJIT_INLINE void half_values(const HalfProducts<Code>& products, ValueRows v, int count,
                               const int8_t* p, const CodeRow* rows, int groups, float* o,
                               Fetch fetch) {
   constexpr int vectors = kHalfVectors<Dim, NR>, stride = 4 * N, channels = Dim / Numbers::kGroups;
-  constexpr int most = HalfProducts<Code>::kMostKeys;
+  constexpr int most = HalfProducts<Code>::kMostKeys, steps = HalfProducts<Code>::kSteps;
   for (int g = 0; g < groups; ++g)
     each_index<Dim / (32 * vectors)>([&](auto pass) __attribute__((always_inline)) {
       constexpr int first = pass.value * 32 * vectors;
@@ -262,20 +269,28 @@ FAJIT_INLINE void half_values(const HalfProducts<Code>& products, ValueRows v, i
         of_vector[j] = p + ((first + 32 * j) / channels * Rows + g * NR) * stride;
       for (int begin = 0; begin < count; begin += most) {
         const int end = N <= most || count - begin < most ? count : begin + most;
-        v32 acc[NR][vectors] = {};
+        v32 total[NR][vectors] = {};
         NanCodes nan[vectors / 2];
-        for (int n = begin; n < end; ++n) {
-          const Code* const row = v(n);
-          if (g == 0) fetch();
+        for (int n = begin; n < end;) {
+          v32 now[NR][vectors] = {};
+          const int pause = end - n < steps ? end : n + steps;
+          for (; n < pause; ++n) {
+            const Code* const row = v(n);
+            if (g == 0) fetch();
 #pragma GCC unroll 4
-          for (int j = 0; j < vectors; ++j) {
-            const v32 x = products.template load<Dim>(row, first + 32 * j);
-            if constexpr (HalfProducts<Code>::kMayBeNan)
-              if (j % 2 == 0) nan[j / 2].add(load<vi>(row + first + 32 * j));
+            for (int j = 0; j < vectors; ++j) {
+              const v32 x = products.template load<Dim>(row, first + 32 * j);
+              if constexpr (HalfProducts<Code>::kMayBeNan)
+                if (j % 2 == 0) nan[j / 2].add(load<vi>(row + first + 32 * j));
 #pragma GCC unroll 4
-            for (int r = 0; r < NR; ++r)
-              acc[r][j] = add_products_of_one(acc[r][j], x, of_vector[j] + 2 * n, r * stride);
+              for (int r = 0; r < NR; ++r)
+                now[r][j] = add_products_of_one(now[r][j], x, of_vector[j] + 2 * n, r * stride);
+            }
           }
+#pragma GCC unroll 4
+          for (int r = 0; r < NR; ++r)
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; ++j) total[r][j] = add_halves(total[r][j], now[r][j]);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < NR; ++r)
@@ -284,8 +299,8 @@ FAJIT_INLINE void half_values(const HalfProducts<Code>& products, ValueRows v, i
             const int d = first + 32 * j, row = d / channels * Rows + g * NR + r;
             float* const at = o + (g * NR + r) * Dim + d;
             const vf unit = splat(rows[row].unit);
-            store(at, load(at) + lower_floats(acc[r][j]) * unit);
-            store(at + kLanes, load(at + kLanes) + upper_floats(acc[r][j]) * unit);
+            store(at, load(at) + lower_floats(total[r][j]) * unit);
+            store(at + kLanes, load(at + kLanes) + upper_floats(total[r][j]) * unit);
           }
         if constexpr (HalfProducts<Code>::kMayBeNan)
 #pragma GCC unroll 2
