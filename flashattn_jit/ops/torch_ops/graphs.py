@@ -24,7 +24,8 @@ from ...variants.capture.extract import ROOT
 from ...variants.variant import FULL, Variant
 from . import sites
 from .outline import Found, made_inside, outline
-from .sites import CELL, CELLS, ITEM, SiteInfo, Use
+from .paths import CELL, CELLS, ITEM
+from .sites import SiteInfo, Use
 
 # Dynamo runs these functions untraced and treats their results as constants. It guards on the
 # identity of argument objects and on the code of argument functions.
@@ -88,6 +89,11 @@ def _read(outside: Any, info: SiteInfo) -> tuple[list[torch.Tensor], list[float]
         _look(values[i])
     for i in info.functions:
         _look(id(values[i]))
+    for i in info.keys:
+        _look(tuple(values[i]))
+    for i, names in info.absent:  # Dynamo guards that an object has no attribute of its own
+        for name in names:
+            getattr(values[i], name, None)
     return [values[i] for i in info.tensors], [values[i] for i in info.numbers]
 
 

@@ -9,11 +9,9 @@ resolves the int.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import secrets
 import threading
-import types
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -25,12 +23,8 @@ from ...errors import FlashAttnJitError, InputError, VariantError
 from ...torch_modes import PLAIN
 from ...variants.binding import Swap, param_locations
 from ...variants.capture.extract import (
-    NOWHERE,
-    PARAMS,
     ROOT,
     Extractor,
-    Location,
-    Step,
     extractor,
     stride_pattern,
 )
@@ -40,17 +34,10 @@ from ...variants.variant import Variant, as_variant, is_pointwise
 from ...variants.variant import variant as function_variant
 from ..keys.block_mask import own_mask_mod
 from .outline import Maker, Outline
-
-ATTRIBUTE, ITEM = 0, 1
-CELL = -4  # differs from all values of `Location.base`
-Path = tuple[int, tuple[tuple[int, Any], ...]]
-"""The access path to a value: attributes and items from the value of an earlier path (or ROOT).
-CELL: the result of the function of that name in `CELLS`."""
+from .paths import ATTRIBUTE, ITEM, Path, Paths
 
 Tensors = Sequence[torch.Tensor]
 
-# Values that a hook's structure depends on; the tracer guards on them when it reads them.
-_FIXED = (types.FunctionType, bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _STAND_IN = 1 << 40
 """Numbers from here on are placeholders for numbers that are inputs of an op."""
 
@@ -61,7 +48,8 @@ class SiteInfo(NamedTuple):
     number: identifies the site when the graph runs. paths: values to read, in order, from the
     objects outside. tensors, numbers, fixed, functions: indices of the paths to captured tensors,
     to Python numbers, to functions and constants whose value is guarded, and to functions whose
-    identity is guarded. pointwise: there is no lse.
+    identity is guarded. pointwise: there is no lse. keys: paths to dicts whose keys are guarded.
+    absent: paths to objects, and attributes that they do not have of their own.
     """
 
     number: int
@@ -71,6 +59,8 @@ class SiteInfo(NamedTuple):
     fixed: tuple[int, ...] = ()
     functions: tuple[int, ...] = ()
     pointwise: bool = False
+    keys: tuple[int, ...] = ()
+    absent: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
 class Hooks(NamedTuple):
@@ -193,7 +183,7 @@ def call_site(
         if is_live:
             return _live_site(use, outline, counts[0], outside)
         walk = Walk(outside, frozenset(names))
-        paths = _Paths(walk)
+        paths = Paths(walk)
         reached = [paths.index(at) for at in (*walk.yielding("tensor"), *walk.yielding("number"))]
         for name, index in zip((*walk.tensor_names, *walk.number_names), reached, strict=True):
             if index is None:
@@ -202,13 +192,14 @@ def call_site(
                     "variant of the hook outside of the compiled function, with fa.variant(...)"
                 )
         found = [i for i in reached if i is not None]
-        fixed, count = paths.fixed(), len(walk.tensors)
+        fixed, absent, keys = paths.fixed(), paths.absent(), paths.keys()
+        count = len(walk.tensors)
         if use == "compiled":  # the site may outlive what the function captured
             walk = walk.without_tensors([_shell(t) for t in walk.tensors])
         site = _MadeSite(outline, counts, walk)
         return SiteInfo(
             _number(site, use), tuple(paths.made), tuple(found[:count]), tuple(found[count:]),
-            fixed, (), site.is_pointwise(outside),
+            fixed, (), site.is_pointwise(outside), keys, absent,
         )  # fmt: skip
     except FlashAttnJitError as error:
         return SiteInfo(refusal(use, type(error).__name__, str(error)))
@@ -325,8 +316,11 @@ def _live_site(use: Use, outline: Outline, count: int, outside: Sequence[Any]) -
     chosen: Variant = outside[0]
     given = set(outline[1][1][1])
     walk = _walk(chosen, given)
-    paths = _Paths(walk, params=_param_paths(chosen, given), cell_readers=use == "compiled")
+    paths = Paths(walk, params=_param_paths(chosen, given), cell_readers=use == "compiled")
     reached = [paths.index(at) for at in walk.yielding("tensor")]
+    compiled = use == "compiled"
+    fixed = paths.fixed((type(None),)) if compiled else ()
+    absent, keys = (paths.absent(), paths.keys()) if compiled else ((), ())
     frozen = _Frozen(chosen, walk, given) if use == "exported" else None
     replaced = [i for i, index in enumerate(reached) if index is not None]
     site = _LiveSite(outline, count, outside, len(reached), replaced, frozen)
@@ -334,8 +328,11 @@ def _live_site(use: Use, outline: Outline, count: int, outside: Sequence[Any]) -
         _number(site, use),
         tuple(paths.made),
         tuple([i for i in reached if i is not None]),
+        fixed=fixed,
         functions=tuple(paths.functions),
         pointwise=is_pointwise(chosen),
+        keys=keys,
+        absent=absent,
     )
 
 
@@ -479,108 +476,3 @@ def _steps_to(root: Any, owner: Any) -> tuple[tuple[int, Any], ...]:
 
 
 # --- paths ---------------------------------------------------------------------------------------
-
-
-class _Cells:
-    """Functions that read a cell, as attributes; see `_Paths`."""
-
-
-CELLS = _Cells()
-
-
-class _Paths:
-    """The locations of a `Walk` as paths that traced code can read.
-
-    params: the paths to values of declared params, by index of the param. cell_readers: read cells
-    by calling functions that share them. Dynamo cannot read an attribute of a cell that the
-    compiled function also closes over, but it can trace a call to a function that reads the cell.
-    The identities of the hooks are then guarded, as a reader holds the cells of one hook.
-    """
-
-    def __init__(
-        self,
-        walk: Walk,
-        *,
-        params: Mapping[int, Path] = types.MappingProxyType({}),
-        cell_readers: bool = False,
-    ) -> None:
-        self._walk = walk
-        self._params = params
-        self._cell_readers = cell_readers
-        self.functions: list[int] = []
-        self.made: list[Path] = []
-        self._index: dict[int, int | None] = {ROOT: ROOT, NOWHERE: None}
-
-    def fixed(self) -> tuple[int, ...]:
-        """The indices of the paths to functions and constants, where a path exists."""
-        found = []
-        for at, (value, location) in enumerate(
-            zip(self._walk.values, self._walk.locations, strict=True)
-        ):
-            no_value = any(kind == "empty" for kind, _ in location.guards)
-            if isinstance(value, _FIXED) and not no_value:
-                found.append(self.index(at))
-        return tuple(i for i in found if i is not None)
-
-    def index(self, at: int) -> int | None:
-        """The index of the path to a location; None if it has none."""
-        if at not in self._index:
-            self._index[at] = self._add(at)
-        return self._index[at]
-
-    def _add(self, at: int) -> int | None:
-        location = self._walk.locations[at]
-        if location.base == PARAMS:
-            path = self._params.get(location.steps[0][1])
-        else:
-            base = self.index(location.base)
-            if base is None or not location.steps:
-                return base
-            path = self._through_cell(location) or self._path(base, location.steps)
-        if path is None:
-            return None
-        self.made.append(path)
-        return len(self.made) - 1
-
-    def _through_cell(self, location: Location) -> Path | None:
-        """The path to a cell's content through a reader; None for other locations."""
-        kind, key = location.steps[0]
-        if not self._cell_readers or kind != "cell":
-            return None
-        function = self.index(self._walk.locations[location.base].base)
-        assert function is not None
-        if function not in self.functions:
-            self.functions.append(function)
-        closure = self._walk.values[location.base]
-        return CELL, ((ATTRIBUTE, _cell_reader(closure[key])),)  # type: ignore[index]
-
-    def _path(self, base: int, steps: Sequence[Step]) -> Path | None:
-        found: list[tuple[int, Any]] = []
-        for kind, key in steps:
-            if kind == "attribute":
-                found.append((ATTRIBUTE, key))
-            elif kind == "item":
-                found.append((ITEM, key))
-            elif kind == "cell":
-                found += [(ITEM, key), (ATTRIBUTE, "cell_contents")]
-            elif kind == "class":
-                found.append((ATTRIBUTE, "__class__"))
-            else:
-                return None
-        return base, tuple(found)
-
-
-def _cell_reader(cell: types.CellType) -> str:
-    """The name in `CELLS` of a function that returns the cell's content."""
-
-    def reader(held: Any) -> Callable[[], Any]:
-        def read() -> Any:
-            return held
-
-        return read
-
-    twin = types.FunctionType(reader(None).__code__, globals(), "read_cell", None, (cell,))
-    with _lock:
-        name = f"cell_{len(CELLS.__dict__)}"
-        setattr(CELLS, name, twin)
-    return name

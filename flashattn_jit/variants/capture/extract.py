@@ -20,6 +20,7 @@ import torch
 
 from flashattn_jit.errors import ParamError
 from flashattn_jit.torch_modes import outside_modes
+from flashattn_jit.variants.capture.objects import lacks
 
 # --- locations -----------------------------------------------------------------------------------
 
@@ -32,12 +33,13 @@ StepKind = Literal["attribute", "item", "cell", "class", "object", "call"]
 cell ``[i]``, the class (`Held`), an object (`Held`), the result of a function (`Held`)."""
 
 GuardKind = Literal[
-    "type", "is", "alive", "same", "length", "keys", "lacks", "disjoint", "empty", "strided"
+    "type", "is", "alive", "same", "length", "keys", "lacks", "disjoint", "without", "empty",
+    "strided",
 ]  # fmt: skip
 """Conditions on the object at a location, with their operands: it has this type (`Held`), is this
 object (`Held`), the object of a weak reference (`Held`) or the object at an earlier location, has
-this length or these keys (a tuple), lacks this key or all of these (a frozenset), is empty, is a
-strided tensor."""
+this length or these keys (a tuple), lacks this key or all of these (a frozenset), has none of these
+attributes (a frozenset), is empty, is a strided tensor."""
 
 Yields = Literal["", "tensor", "number", "value", "repr", "reprs"]
 """What a location adds to the result: nothing, a tensor, a number, or a part of the structural key
@@ -150,7 +152,7 @@ def _number(node: Node) -> str:
 # --- functions -----------------------------------------------------------------------------------
 
 _SCOPE = {
-    "__builtins__": {}, "LOST": LOST, "strided": torch.strided,
+    "__builtins__": {}, "LOST": LOST, "LACKS": lacks, "strided": torch.strided,
     "pattern": stride_pattern, "frozenset": frozenset, "len": len, "map": map, "repr": repr,
     "tuple": tuple, "type": type, "abs": abs, "round": round, "floor": math.floor,
     "ceil": math.ceil, "trunc": math.trunc, "inf": math.inf, "nan": math.nan,
@@ -159,7 +161,8 @@ _SCOPE = {
 _FAILS: dict[GuardKind, str] = {
     "type": "type({0}) is not {1}", "is": "{0} is not {1}", "alive": "{0} is not {1}()",
     "same": "{0} is not {1}", "length": "len({0}) != {1}", "keys": "tuple({0}) != {1}",
-    "lacks": "{1} in {0}", "disjoint": "not {1}.isdisjoint({0})", "empty": "{0}",
+    "lacks": "{1} in {0}", "disjoint": "not {1}.isdisjoint({0})",
+    "without": "not LACKS({0}, {1})", "empty": "{0}",
     "strided": "{0}.layout is not strided or {0}.is_nested",
 }  # fmt: skip
 """The conditions under which guards fail, as formats of the location and the operand."""

@@ -1,11 +1,29 @@
-"""Objects that hooks capture: their attributes read with care, and copies of them."""
+"""Objects that hooks capture: what is known of their classes, their attributes, copies of them."""
 
 from __future__ import annotations
 
 import copy
+import sys
+import types
+from collections.abc import Iterable
 from typing import Any
 
 ABSENT: Any = object()
+
+_OPAQUE_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "flashattn_jit"}
+_NOT_CALLED_BY_HOOKS = frozenset({
+    "__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__class_getitem__",
+    "__setattr__", "__delattr__", "__repr__", "__str__", "__reduce__", "__reduce_ex__",
+    "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__sizeof__", "__dir__",
+    "__subclasshook__", "__getnewargs__", "__replace__", "__getattribute__",
+})  # fmt: skip
+
+
+def is_opaque_module(name: str | None) -> bool:
+    """Whether the module's code is not visited, because the values that it reads do not change."""
+    if name is None or name == "__main__" or name.startswith("flashattn_jit.variants.library"):
+        return False
+    return name.partition(".")[0] in _OPAQUE_PACKAGES
 
 
 def attribute(value: object, name: str) -> Any:
@@ -16,11 +34,15 @@ def attribute(value: object, name: str) -> Any:
         return ABSENT
 
 
+def lacks(value: object, names: Iterable[str]) -> bool:
+    """Whether all these attributes are absent."""
+    return all(attribute(value, name) is ABSENT for name in names)
+
+
 class View:
     """Stands for a module or class whose attributes have been replaced."""
 
-    def __init__(self, base: Any, attrs: dict[str, Any]) -> None:
-        self.__dict__.update(attrs)
+    def __init__(self, base: Any) -> None:
         self.__dict__["_base"] = base
 
     def __getattr__(self, name: str) -> Any:
@@ -28,6 +50,12 @@ class View:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_base"](*args, **kwargs)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self.__dict__["_base"])
+
+    def __subclasscheck__(self, subclass: Any) -> bool:
+        return issubclass(subclass, self.__dict__["_base"])
 
 
 def shallow_copy(value: Any) -> Any:
@@ -44,3 +72,33 @@ def shallow_copy(value: Any) -> Any:
             if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
                 object.__setattr__(new, slot, getattr(value, slot))
     return new
+
+
+def is_users(fn: Any) -> bool:
+    """Whether this is a function of the user's."""
+    return isinstance(fn, types.FunctionType) and not is_opaque_module(fn.__module__)
+
+
+def dunder_names(cls: type) -> list[str]:
+    """The special methods of a class that are the user's and that a hook may call."""
+    names = {n for base in cls.__mro__ for n in base.__dict__ if n.startswith("__")}
+    if hasattr(cls, "__dataclass_fields__"):
+        names -= {"__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"}
+    return sorted(n for n in names - _NOT_CALLED_BY_HOOKS if is_users(static_attribute(cls, n)))
+
+
+def is_plain_number(value: object) -> bool:
+    """Whether a value is an int or a float of a user's class that adds nothing to it."""
+    if not isinstance(value, int | float) or getattr(value, "__dict__", None):
+        return False
+    cls = type(value)
+    added = {n for base in cls.__mro__ if base not in (int, float, object) for n in base.__dict__}
+    return all(n.startswith("__") for n in added) and not dunder_names(cls)
+
+
+def static_attribute(cls: type, name: str) -> Any:
+    """What a class has under a name, itself or by inheritance, as it is stored; else ABSENT."""
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return ABSENT

@@ -17,7 +17,6 @@ import copy
 import dis
 import enum
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,7 +38,18 @@ from flashattn_jit.variants.capture.extract import (
     Step,
     Yields,
 )
-from flashattn_jit.variants.capture.objects import ABSENT, View, attribute, shallow_copy
+from flashattn_jit.variants.capture.objects import (
+    ABSENT,
+    View,
+    attribute,
+    dunder_names,
+    is_opaque_module,
+    is_plain_number,
+    is_users,
+    shallow_copy,
+    static_attribute,
+)
+from flashattn_jit.variants.params import Param
 
 MAX_LOCATIONS = 256
 """The most values that one hook may capture: beyond that it captures data, not parameters."""
@@ -52,13 +62,9 @@ _CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device
 _KEY_FORMS: dict[type, Yields] = {
     float: "repr", complex: "repr", range: "repr", slice: "repr", set: "reprs", frozenset: "reprs",
 }  # fmt: skip
-_OPAQUE_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "flashattn_jit"}
-_NOT_CALLED_BY_HOOKS = frozenset({
-    "__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__class_getitem__",
-    "__setattr__", "__delattr__", "__repr__", "__str__", "__reduce__", "__reduce_ex__",
-    "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__sizeof__", "__dir__",
-    "__subclasshook__", "__getnewargs__", "__replace__", "__getattribute__",
-})  # fmt: skip
+_FINDERS = frozenset({"getattr", "hasattr", "vars", "dir", "__dict__"})
+_ASK_FOR_TYPES = frozenset({"isinstance", "issubclass", "type"})
+_OF_FUNCTIONS = frozenset(dir(types.FunctionType))
 _C_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType,
                   types.ClassMethodDescriptorType, types.BuiltinFunctionType)  # fmt: skip
 
@@ -99,11 +105,13 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(loaded), frozenset(every)
 
 
-def is_opaque_module(name: str | None) -> bool:
-    """Whether the module's code is not visited, because the values that it reads do not change."""
-    if name is None or name == "__main__" or name.startswith("flashattn_jit.variants.library"):
-        return False
-    return name.partition(".")[0] in _OPAQUE_PACKAGES
+def _asks(code: types.CodeType) -> bool:
+    """Whether code may see that an attribute is absent: by a function, or by an exception."""
+    return (
+        not _FINDERS.isdisjoint(code.co_names)
+        or bool(getattr(code, "co_exceptiontable", True))  # Python 3.10 has none
+        or any(_asks(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    )
 
 
 def unique_name(name: str, taken: set[str]) -> str:
@@ -135,11 +143,12 @@ class Walk:
     ) -> None:
         self.params = params or {}
         self.names = names
+        self._asks = False  # whether code may see that an attribute is absent
         while True:
             self._reset()
-            before = self.names
+            before = self.names, self._asks
             self._build = self._visit(root, "", ROOT)
-            if self.names == before or not self._saw_objects:
+            if before == (self.names, self._asks) or not self._saw_objects:
                 break
 
     def _reset(self) -> None:
@@ -158,6 +167,8 @@ class Walk:
         self._taken: set[str] = set()
         self._saw_objects = False
         self._frozen = False
+        self._without_values: set[int] = set()
+        self._links = 0  # to objects that were visited before and have values, or are being visited
 
     def build(
         self,
@@ -220,7 +231,7 @@ class Walk:
             return self._array(value, name, self._at(value, base, *steps))
         if isinstance(value, _CONSTANTS) or hasattr(type(value), "__fajit_constant__"):
             return self._constant(value, name, self._at(value, base, *steps))
-        if isinstance(value, int | float) and not _dunder_names(type(value)):
+        if is_plain_number(value) and not self.names & _ASK_FOR_TYPES:
             number = int(value) if isinstance(value, int) else float(value)
             at = self._at(value, base, *steps)
             self._guard_type(at)
@@ -230,7 +241,19 @@ class Walk:
         if known is not None:
             # An object that is reached twice (a cycle, a shared helper) must stay one object.
             self._guard(self._at(value, base, *steps), "same", known[0])
+            self._links += id(value) not in self._without_values
             return known[1]
+        before = self._num_values()
+        build = self._visit_new(value, name, base, *steps)
+        if self._num_values() == before:
+            self._without_values.add(id(value))
+        return build
+
+    def _num_values(self) -> int:
+        """How many values, and objects with values, were found so far."""
+        return len(self.tensors) + len(self.numbers) + self._links
+
+    def _visit_new(self, value: Any, name: str, base: int, *steps: Step) -> Build:
         if isinstance(value, types.FunctionType):
             if name and value.__closure__ is None and is_opaque_module(value.__module__):
                 return self._opaque(value, base, *steps)
@@ -319,6 +342,7 @@ class Walk:
         self.codes.add(code)
         loaded, every = _names(code)
         self.names |= every
+        self._asks |= _asks(code)
         key = id(fn)
         cells: list[Build | None] = []
         globs: dict[str, Build] = {}
@@ -382,10 +406,10 @@ class Walk:
             kwdefaults[n] = self._visit(d, n, at, ("attribute", "__kwdefaults__"), ("item", n))
         self._saw_objects = True
         own = self._at(fn.__dict__, at, ("attribute", "__dict__"))
-        absent = frozenset(n for n in self.names - fn.__dict__.keys() if not n.startswith("__"))
+        absent = frozenset(self.names - fn.__dict__.keys() - _OF_FUNCTIONS)
         self._guard(own, *(("disjoint", absent) if fn.__dict__ else ("empty",)))
-        for n in sorted(self.names & fn.__dict__.keys()):
-            attrs[n] = self._visit(fn.__dict__[n], n, own, ("item", n))
+        for n in sorted((self.names & fn.__dict__.keys()) - _OF_FUNCTIONS):
+            attrs[n] = self._visit(fn.__dict__[n], n, at, ("attribute", n))
         return build
 
     def _method(self, method: types.MethodType, name: str, at: int) -> Build:
@@ -440,23 +464,33 @@ class Walk:
         """A user's module or class that a hook reads values from."""
         self._saw_objects = True
         self._guard(at, "is", Held(value))
-        self._seen[id(value)] = (at, lambda p: value)
-        before = len(self.tensors) + len(self.numbers)
         attrs: dict[str, Build] = {}
+        before, changes = self._num_values(), True
+
+        def build(p: Values) -> Any:
+            if not changes:
+                return value
+            if id(value) not in p.made:
+                view = p.made[id(value)] = View(value)
+                view.__dict__.update({n: make(p) for n, make in attrs.items()})
+            return p.made[id(value)]
+
+        self._seen[id(value)] = (at, build)
         for n in sorted(self.names):
             item = ABSENT if n.startswith("__") else attribute(value, n)
             if item is not ABSENT and not isinstance(
                 item, (property, types.ModuleType, *_C_DESCRIPTORS)
             ):
                 attrs[n] = self._visit(item, n, at, ("attribute", n))
-        if before == len(self.tensors) + len(self.numbers):
-            return lambda p: value
-
-        def build(p: Values) -> Any:
-            return View(value, {n: make(p) for n, make in attrs.items()})
-
-        self._seen[id(value)] = (at, build)
+        self._guard_absent(value, at, self.names)
+        changes = self._num_values() > before
         return build
+
+    def _guard_absent(self, value: object, at: int, wanted: frozenset[str]) -> None:
+        """Attributes that a hook may have found absent stay absent."""
+        if self._asks:
+            absent = frozenset(n for n in wanted if attribute(value, n) is ABSENT)
+            self._guard(at, "without", absent)
 
     def _object(self, value: object, at: int) -> Build:
         """Any other object: its methods, and the attributes that the visited code names."""
@@ -509,22 +543,22 @@ class Walk:
         # An attribute of the object would take the place of these.
         inherited = frozenset(
             n for n in wanted - own.keys() - params.keys()
-            if n in hooks or isinstance(_static(cls, n), types.FunctionType)
+            if n in hooks or isinstance(static_attribute(cls, n), (types.FunctionType, Param))
         )  # fmt: skip
         if inherited and hasattr(value, "__dict__"):
             self._guard(self._at(own, at, ("attribute", "__dict__")), "disjoint", inherited)
         for n in sorted(n for n in wanted if not n.startswith("__") and n not in params):
-            static = _static(cls, n)
+            static = static_attribute(cls, n)
             if n in own:
                 attrs[n] = self._visit(own[n], n, at, ("attribute", n))
             elif isinstance(static, property):
-                if static.fget is not None and _is_users(static.fget):
+                if static.fget is not None and is_users(static.fget):
                     getter = self._visit(
                         static.fget, "", NOWHERE, ("object", Held(static)), ("attribute", "fget")
                     )
                     special[n] = (property, getter)
             elif isinstance(static, types.FunctionType):
-                if _is_users(static):
+                if is_users(static):
                     attrs[n] = self._visit(static, "", at, own_class, ("attribute", n))
                     methods.add(n)
                     self._visit_overridden(cls, n, static)
@@ -533,9 +567,10 @@ class Walk:
                 and (item := attribute(value, n)) is not ABSENT
             ):
                 attrs[n] = self._visit(item, n, at, ("attribute", n))
+        self._guard_absent(value, at, wanted - params.keys())
         # Syntax looks methods up on the class: `obj(x)`, `obj[i]`, `len(obj)`, `obj + 1`.
-        for n in _dunder_names(cls):
-            found = _static(cls, n)
+        for n in dunder_names(cls):
+            found = static_attribute(cls, n)
             special[n] = (lambda x: x, self._visit(found, "", at, own_class, ("attribute", n)))
             self._visit_overridden(cls, n, found)
         if not attrs and not special and not hasattr(cls, "__fajit_names__"):
@@ -553,7 +588,7 @@ class Walk:
         frozen, self._frozen = self._frozen, True
         for base in cls.__mro__:
             static = base.__dict__.get(name)
-            if static is not found and _is_users(static):
+            if static is not found and is_users(static):
                 path: tuple[Step, ...] = (
                     ("object", Held(base)),
                     ("attribute", "__dict__"),
@@ -561,21 +596,3 @@ class Walk:
                 )
                 self._visit(static, "", NOWHERE, *path)
         self._frozen = frozen
-
-
-def _is_users(fn: Any) -> bool:
-    return isinstance(fn, types.FunctionType) and not is_opaque_module(fn.__module__)
-
-
-def _dunder_names(cls: type) -> list[str]:
-    names = {n for base in cls.__mro__ for n in base.__dict__ if n.startswith("__")}
-    if hasattr(cls, "__dataclass_fields__"):
-        names -= {"__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"}
-    return sorted(n for n in names - _NOT_CALLED_BY_HOOKS if _is_users(_static(cls, n)))
-
-
-def _static(cls: type, name: str) -> Any:
-    for base in cls.__mro__:
-        if name in base.__dict__:
-            return base.__dict__[name]
-    return ABSENT

@@ -36,7 +36,8 @@ class Sigmoid(Variant):
     """``o_i = sum_j sigmoid(s_ij + bias) v_j``, with ``bias = -ln n`` for n keys by default.
 
     bias: runtime float, given when the variant is made; None is ``-ln kv_len`` of each request.
-    The bias is added after the score mods to its left: compose Sigmoid last.
+    The bias is added after the score mods to its left: compose Sigmoid last. Partial states merge
+    where the bias is given; -ln n is that of their own keys.
     Ramapuram et al. 2024, "Theory, Analysis, and Best Practices for Sigmoid Self-Attention".
     """
 
@@ -66,7 +67,8 @@ class ReluSquared(Variant):
     """``o_i = sum_j relu(s_ij) ** 2 v_j / n`` for n keys, kv_len of the request.
 
     GAU of FLASH (Hua et al. 2022, "Transformer Quality in Linear Time"), Primer's activation, ViTs
-    with ReLU attention (Wortsman et al. 2023).
+    with ReLU attention (Wortsman et al. 2023). Partial states are divided by the n of their own
+    call, so they do not merge into that of all keys.
     """
 
     normalizer = Pointwise(_relu_squared, scale=_one_over_kv_len)

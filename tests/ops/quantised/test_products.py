@@ -219,7 +219,7 @@ BOOKS = {
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("book", BOOKS)
 def test_codebooks_of_any_magnitude(book, target) -> None:
-    """The values of codes are as exact as those of queries, however small beside others."""
+    """The values of codes are as exact as those of queries, down to 2^-18 of the largest."""
     table = torch.tensor(BOOKS[book])
     largest = table.abs().max().item() or 1.0
     for rows in (1, 4, 6):
@@ -233,6 +233,22 @@ def test_codebooks_of_any_magnitude(book, target) -> None:
         scales = torch.full((2, 2, 150), 1.0 / largest)
         k, v = (fa.kv.Stored(x.to(torch.uint8), scales, codebook=table) for x in codes)
         check(q, k, v, target=target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("code", ["int8", "e4m3", "codebook"])
+def test_factors_whose_product_is_ordinary(code, target) -> None:
+    """Scales of 1e35 over queries of 1e-36, or over a codebook of 1e-36."""
+    q, k, v = tensors(4, 128, 128)
+    if code == "codebook":
+        table = torch.linspace(-1, 1, 16) * 1e-36
+        codes = torch.randint(0, 256, (2, 2, 150, 64), dtype=torch.uint8)
+        k = fa.kv.Stored(codes, torch.full((2, 2, 150), 1e36), codebook=table)
+    else:
+        factor = 1e32 if code == "int8" else 1e36  # integers of a query below 1e-34 are 0
+        k = Format(code).quantize(k, heads_dim=1)
+        k, q = replace(k, scales=k.scales * factor), (q.float() / factor).bfloat16()
+    check(q, k, INT8.quantize(v, heads_dim=1), target=target)
 
 
 @pytest.mark.parametrize("target", TARGETS)

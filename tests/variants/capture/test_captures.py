@@ -159,6 +159,102 @@ def test_attributes_of_functions():
     assert value(bare, kv_idx=5) is True
 
 
+def test_attributes_that_appear_later():
+    """Also of classes, modules and torch's modules, however a hook asks for them."""
+
+    class Bare:
+        pass
+
+    class Config:
+        pass
+
+    module, space, bare, user = torch.nn.Module(), types.SimpleNamespace(), Bare(), Bare()
+    named = types.ModuleType("named_by_the_user")
+
+    def caught(score, b, h, q_idx, kv_idx):
+        try:
+            return score * bare.factor
+        except AttributeError:
+            return score
+
+    hooks = {
+        "object": (lambda s, b, h, q, k: s * getattr(user, "factor", 1.0), user),
+        "exception": (caught, bare),
+        "space": (
+            lambda s, b, h, q, k: s * (space.factor if hasattr(space, "factor") else 1),
+            space,
+        ),
+        "class": (lambda s, b, h, q, k: s * getattr(Config, "factor", 1.0), Config),
+        "module": (lambda s, b, h, q, k: s * getattr(named, "factor", 1.0), named),
+        "of the class": (lambda s, b, h, q, k: s * getattr(user, "share", 1.0), Bare),
+    }
+    for name, (hook, owner) in hooks.items():
+        attribute = "share" if name == "of the class" else "factor"
+        assert value(hook) == 1.0, name
+        for factor in (3.0, 5.0):
+            setattr(owner, attribute, factor)
+            assert value(hook) == factor, name
+        delattr(owner, attribute)
+        assert value(hook) == 1.0, name
+
+    def buffered(score, b, h, q_idx, kv_idx):
+        return score + (module.bias[kv_idx] if hasattr(module, "bias") else 0.0)
+
+    assert value(buffered) == 1.0
+    module.register_buffer("bias", torch.tensor([0.0, 4.0]))
+    assert value(buffered) == 5.0
+
+
+def test_classes_whose_functions_read_values():
+    class Holder:
+        width = 1.0
+
+        def method(self, score, b, h, q_idx, kv_idx):
+            return self.helped(score) * Holder.width * Holder.method.factor
+
+        def helped(self, score):
+            return score * Holder.width
+
+        @staticmethod
+        def fixed(score):
+            return score * Holder.width
+
+        @classmethod
+        def owned(cls, score):
+            return score * cls.width * cls.fixed.factor
+
+    Holder.method.factor = Holder.fixed.factor = 1.0
+    holder = Holder()
+
+    def asks(score, b, h, q_idx, kv_idx):
+        return Holder.fixed(score) if isinstance(holder, Holder) else -score
+
+    hooks = [
+        (holder.method, lambda w, f, g: w * w * f), (asks, lambda w, f, g: w),
+        (lambda s, b, h, q, k: Holder.owned(s), lambda w, f, g: w * g),
+    ]  # fmt: skip
+    for width, of_method, of_fixed in ((1.0, 1.0, 1.0), (2.0, 1.0, 1.0), (2.0, 3.0, 5.0)):
+        Holder.width = width
+        Holder.method.factor, Holder.fixed.factor = of_method, of_fixed
+        for hook, wanted in hooks:
+            assert value(hook) == wanted(width, of_method, of_fixed)
+
+
+def test_hooks_that_ask_for_the_class_of_a_number():
+    class Width(int):
+        pass
+
+    holder = types.SimpleNamespace(width=Width(3), kind=Width)
+
+    def by_instance(score, b, h, q_idx, kv_idx):
+        return score * (2 if isinstance(holder.width, Width) else 1)
+
+    def by_type(score, b, h, q_idx, kv_idx):
+        return score * (2 if type(holder.width) is holder.kind else 1)
+
+    assert value(by_instance) == value(by_type) == 2.0
+
+
 def test_numbers_of_a_class_of_the_user():
     class Width(int):
         pass

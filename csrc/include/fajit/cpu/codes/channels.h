@@ -35,7 +35,8 @@ template <class Numbers, class Code, class Q>
 constexpr bool takes_folded() {
   if constexpr (kByChannel<Numbers, Code>)
     return kIsCode<Code> && Numbers::kCodebook < 0 &&
-           !(Numbers::kZeros && (same<Q, float> || (FAJIT_HALVES && same<Code, e4m3_t>)));
+           !(Numbers::kZeros &&
+             (same<Q, float> || (FAJIT_HALVES && same<Q, bfloat16_t> && same<Code, e4m3_t>)));
   return false;
 }
 

@@ -5,9 +5,15 @@
 //   code_values   O += P V, lanes over head_dim_v: the codes of four keys are interleaved, or
 //                 converted key by key
 //
-// How codes are multiplied is a class Products: IntegerProducts or HalfProducts. Scores take four
-// codes of each word at once, and multiply them with four numbers of a row of Q in two parts, its
-// sides.
+// Scores take four codes of each word at once, and multiply them with four numbers of a row of Q in
+// two parts, its sides. How is a class Products, IntegerProducts or HalfProducts:
+//
+//   of, unit            what a kernel knows of the codes; what a value is in units of the products
+//   query, weights      a row of Q, or of weights, as numbers that codes are multiplied with
+//   codes_of, operands  the codes of a word, and what is multiplied with either side
+//   Sums                of products with a row; `settle` after kSteps words
+//   kMostDims           products that may be added before they become floats
+//   kMayBeNan           whether codes may be a NaN that products do not show (NanCodes)
 //
 // Products of a group of channels are multiplied by its scale before they are added, and zero
 // points are products with sums of q.
@@ -66,7 +72,9 @@ FAJIT_INLINE void code_scores(const Products& products, KeyRows k, int count, co
   constexpr bool whole = Numbers::kGroups == 1;
   constexpr int run = whole ? in_vector : wide < in_vector ? wide : in_vector;
   // Vectors that may be added, of a group that is the whole row.
-  constexpr int most = Products::kMostDims / (Vectors::kParts * 4 * in_vector);
+  constexpr int fit = Products::kMostDims / (Vectors::kParts * 4 * in_vector);
+  constexpr int most = fit < 1 ? 1 : fit < Vectors::kCount ? fit : Vectors::kCount;
+  constexpr bool leaves_rest = Vectors::kCount % most != 0;
   alignas(64) int32_t kept[Several ? words * kLanes : 1];
   for (int n = 0; n < count; n += kLanes) {
     [[maybe_unused]] NanCodes nan;  // of all groups of rows
@@ -77,8 +85,9 @@ FAJIT_INLINE void code_scores(const Products& products, KeyRows k, int count, co
       // Adds the products of a group of channels, which begins at channel d.
       const auto finish = [&](int d) __attribute__((always_inline)) {
         const int own = whole ? 0 : d / channels;
-        vf key_scale = splat(1.0f);
-        if constexpr (Numbers::kCount > 0) key_scale = load(numbers + own * Keys + n);
+        // Each factor is about as large as rows or values are: others could overflow.
+        vf value_unit = splat(products.unit());
+        if constexpr (Numbers::kCount > 0) value_unit *= load(numbers + own * Keys + n);
 #pragma GCC unroll 4
         for (int r = 0; r < NR; ++r) {
           int32_t of_row = whole ? rows[g * NR + r].sum : 0;
@@ -89,7 +98,7 @@ FAJIT_INLINE void code_scores(const Products& products, KeyRows k, int count, co
           vf x = acc[r].value(0, chains, of_row);
           if constexpr (Numbers::kZeros)
             x -= load(numbers + (Numbers::kGroups + own) * Keys + n) * static_cast<float>(of_row);
-          total[r] += x * key_scale;
+          total[r] += x * rows[g * NR + r].unit * value_unit;
           acc[r] = Sums();
         }
       };
@@ -125,14 +134,13 @@ FAJIT_INLINE void code_scores(const Products& products, KeyRows k, int count, co
               finish(part.value * (Dim / 2) + c * kVectorBytes + (j + 1 - run) * 4);
           }
         });
-        if (whole && most < Vectors::kCount && (c + 1) % larger_of(most, 1) == 0) finish(0);
+        if (whole && (c + 1) % most == 0) finish(0);
       }
-      if constexpr (whole && (most >= Vectors::kCount || Vectors::kCount % larger_of(most, 1) != 0))
-        finish(0);
+      if constexpr (whole && leaves_rest) finish(0);
 #pragma GCC unroll 4
       for (int r = 0; r < NR; ++r) {
         if constexpr (Products::kMayBeNan) total[r] += nan.value();
-        store(s + (g * NR + r) * s_stride + n, total[r] * (rows[g * NR + r].unit * scale));
+        store(s + (g * NR + r) * s_stride + n, total[r] * scale);
       }
     };
     const auto transposed = [&](int c, vi(&x)[kLanes]) __attribute__((always_inline)) {

@@ -16,7 +16,7 @@
 #pragma once
 #include <fajit/cpu/codes/numbers.h>
 
-// The assemblers of systems whose compiler is older may not know the instructions.
+// Older compilers come with assemblers that may not know the instructions (binutils before 2.38).
 #if FAJIT_FP16 && (defined(__clang__) ? __clang_major__ >= 14 : __GNUC__ >= 12)
 #define FAJIT_HALVES 1
 #else
@@ -131,7 +131,7 @@ FAJIT_INLINE float power_of_two(int exponent) {
 // The least exponent with |x| < 2^exponent; of 0 a small one.
 FAJIT_INLINE int exponent_above(float x) { return (as_int(x) >> 23 & 255) - 126; }
 
-// As IntegerProducts.
+// Products of halves, for code_products.h.
 template <class Code>
 class HalfProducts {
   static constexpr bool kLooked = same<Code, int4x2_t>;
@@ -154,6 +154,7 @@ class HalfProducts {
     return products;
   }
 
+  FAJIT_INLINE float unit() const { return unit_; }
   // A row of Q as halves, in groups of four: 0, 2, 1, 3.
   template <int N>
   FAJIT_INLINE CodeRow query(const float* x, int8_t* halves, int32_t*) const {
@@ -164,7 +165,9 @@ class HalfProducts {
   template <int N>
   FAJIT_INLINE CodeRow weights(const float* x, int n, int8_t* halves) const {
     constexpr vh order = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return row<N>(x, n, halves, order);
+    CodeRow weights = row<N>(x, n, halves, order);
+    weights.unit *= unit_;
+    return weights;
   }
   template <int Dim>
   static constexpr int at(int d, int side) {
@@ -231,7 +234,7 @@ class HalfProducts {
 
   // x[0, n) as halves, n a multiple of kLanes.
   template <int N>
-  FAJIT_INLINE CodeRow row(const float* x, int n, int8_t* halves, vh order) const {
+  static FAJIT_INLINE CodeRow row(const float* x, int n, int8_t* halves, vh order) {
     vf largest{}, finite{};
     for (int d = 0; d < n; d += kLanes) {
       largest = max(largest, abs(fajit::load(x + d)));
@@ -244,7 +247,7 @@ class HalfProducts {
     // before it is read.
     for (int d = 0; d < n; d += kLanes)
       store(halves + 2 * d, __builtin_shuffle(float_to_half(fajit::load(x + d) * factor), order));
-    return {power_of_two(exponent) * unit_ + reduce_add(finite), 0};
+    return {power_of_two(exponent) + reduce_add(finite), 0};
   }
 
   float unit_ = 256.0f;  // of halves of codes: an e4m3 is a half of 1/256 of its value
@@ -252,7 +255,7 @@ class HalfProducts {
 };
 
 // As integer_values. A row's codes are converted in place, key by key; `fetch()` issues the
-// prefetches of a key, in kPasses parts.
+// prefetches of a key, in kValuePasses parts.
 template <int Dim, int NR>
 constexpr int kHalfVectors = NR <= 2 && Dim % 128 == 0 ? 4 : 2;  // whose sums are in registers
 template <class Numbers, int Dim, int NR, int Rows, int N, class Code, class ValueRows, class Fetch>

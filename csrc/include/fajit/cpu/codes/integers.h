@@ -155,6 +155,7 @@ class IntegerProducts {
     return {};
   }
 
+  static constexpr float unit() { return 1.0f; }
   // A row of Q, or of weights, as integers.
   template <int N>
   FAJIT_INLINE CodeRow query(const float* x, int8_t* bytes, int32_t* sums) const {
@@ -258,7 +259,7 @@ constexpr int kPassVectors = !FAJIT_VNNI ? 4 / NR
 // times the scales of a group of channels; those of a row N high and N low ones, zero from `count`
 // on, those of a row 4 N bytes after the one before, those of a group of channels Rows rows. zeros:
 // for each of these rows the sum of weights times zero points. `fetch()` issues the prefetches of
-// four keys, in kPasses parts. A single pass decodes codes as it multiplies them; several read
+// four keys, in kValuePasses parts. A single pass decodes codes as it multiplies them; several read
 // them decoded, from L1.
 template <class Numbers, int Dim, int NR, int Rows, int N, class ValueRows, class Fetch>
 FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const CodeRow* rows,
