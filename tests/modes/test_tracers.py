@@ -224,6 +224,16 @@ def test_an_exported_graph_refuses_a_variant_that_became_another() -> None:
                 exported(q, k, v)
 
 
+def test_an_exported_graph_keeps_numbers_that_were_defaults() -> None:
+    q, k, v = by_name("attention").tensors
+    capped = fa.SoftCap()
+    expected = fa.attention(q, k, v, capped)
+    made = torch.export.export(_function(lambda *t: fa.attention(*t, capped)), (q, k, v)).module()
+    for cap in (50.0, 3.0):
+        capped.cap = cap
+        assert_same([made(q, k, v)], [expected])
+
+
 def test_numpy_numbers_are_traced() -> None:
     q, k, v = by_name("attention").tensors
 

@@ -405,12 +405,13 @@ class _Frozen:
         self._key = self._seen(chosen)
 
     def _seen(self, chosen: Variant) -> object:
-        """The variant without its numbers and tensors: code, flags, and which params are set."""
+        """The variant without its numbers and tensors: code, flags, and which tensors are set."""
         assert self._extract is not None
         found = self._extract((chosen,), _stand_ins(chosen, self._given))
         if found is None:
             return None
-        is_set = tuple(d.param.name in d.owner.__dict__ for d in declared_params(chosen))
+        tensors = (d for d in declared_params(chosen) if d.param.kind == "tensor")
+        is_set = tuple(d.param.name in d.owner.__dict__ for d in tensors)
         return found[0], len(found[2]), is_set
 
     def check(self, chosen: Variant) -> None:
