@@ -378,7 +378,9 @@ class _LiveSite:
                     f"and captures {len(captured)} now; {again}"
                 )
             out = list(captured)
-            for i, tensor in zip(self._replaced, tensors[self._count :], strict=True):
+            own = [captured[i] for i in self._replaced]
+            given = _in_order(tensors[self._count :], own)
+            for i, tensor in zip(self._replaced, given, strict=True):
                 out[i] = _laid_out_as(tensor, captured[i], again)
             if not fixed:
                 return tuple(out), numbers
@@ -423,6 +425,16 @@ class _Frozen:
                 f"{chosen.name} is not what it was when the call was exported: its hooks, flags or "
                 "the kinds of its params have changed; export the call again"
             )
+
+
+def _in_order(given: Tensors, captured: Tensors) -> list[torch.Tensor]:
+    """A graph's tensors in the order of the captured ones, which may have changed: keys of a dict
+    that were put in again are its last ones. Copies that a graph made stay where they are."""
+    known = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in given}
+    return [
+        known.get((c.data_ptr(), c.shape, c.stride(), c.dtype), t)
+        for t, c in zip(given, captured, strict=True)
+    ]
 
 
 def _laid_out_as(tensor: torch.Tensor, own: torch.Tensor, again: str) -> torch.Tensor:

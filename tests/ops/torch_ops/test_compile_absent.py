@@ -122,3 +122,19 @@ def test_a_change_is_compiled_again(make: Any) -> None:
     for _ in range(2):
         run(*dense())
     assert run.graphs == 2
+
+
+def test_a_dict_whose_keys_change_their_order() -> None:
+    biases = {"a": torch.rand(4) * 5, "b": torch.rand(4)}
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        first, second = biases.values()
+        return score + first[h] - second[h] * 3.0
+
+    variant = fa.variant(score_mod=score_mod)
+    run = Compiled(lambda q, k, v: fa.attention(q, k, v, variant))
+    for _ in range(3):
+        run(*dense())
+        biases["a"] = biases.pop("a")
+        run(*dense())
+        biases["b"] = biases.pop("b")
