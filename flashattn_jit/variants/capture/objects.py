@@ -34,6 +34,13 @@ def attribute(value: object, name: str) -> Any:
         return ABSENT
 
 
+def is_absent(value: object, name: str) -> bool:
+    """Whether an attribute is absent; that of a property, which is code, counts as present."""
+    if isinstance(static_attribute(type(value), name), property):
+        return False
+    return attribute(value, name) is ABSENT
+
+
 def lacks(value: object, names: Iterable[str]) -> bool:
     """Whether all these attributes are absent."""
     return all(attribute(value, name) is ABSENT for name in names)

@@ -43,6 +43,7 @@ from flashattn_jit.variants.capture.objects import (
     View,
     attribute,
     dunder_names,
+    is_absent,
     is_opaque_module,
     is_plain_number,
     is_users,
@@ -254,6 +255,7 @@ class Walk:
         return len(self.tensors) + len(self.numbers) + self._links
 
     def _visit_new(self, value: Any, name: str, base: int, *steps: Step) -> Build:
+        """`_visit` of what was not visited before, and is no value."""
         if isinstance(value, types.FunctionType):
             if name and value.__closure__ is None and is_opaque_module(value.__module__):
                 return self._opaque(value, base, *steps)
@@ -489,7 +491,7 @@ class Walk:
     def _guard_absent(self, value: object, at: int, wanted: frozenset[str]) -> None:
         """Attributes that a hook may have found absent stay absent."""
         if self._asks:
-            absent = frozenset(n for n in wanted if attribute(value, n) is ABSENT)
+            absent = frozenset(n for n in wanted if is_absent(value, n))
             self._guard(at, "without", absent)
 
     def _object(self, value: object, at: int) -> Build:
