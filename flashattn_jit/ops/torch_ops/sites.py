@@ -429,7 +429,10 @@ class _Frozen:
 
 def _in_order(given: Tensors, captured: Tensors) -> list[torch.Tensor]:
     """A graph's tensors in the order of the captured ones, which may have changed: keys of a dict
-    that were put in again are its last ones. Copies that a graph made stay where they are."""
+    that were put in again are its last ones. Copies that a graph made, and fake tensors, stay where
+    they are."""
+    if not all(type(t) in PLAIN for t in (*given, *captured)):
+        return list(given)
     known = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in given}
     return [
         known.get((c.data_ptr(), c.shape, c.stride(), c.dtype), t)
