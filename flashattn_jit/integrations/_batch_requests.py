@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from flashattn_jit.integrations import transformers as integration
 from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
 from flashattn_jit.integrations._packed_models import check_positions
 from flashattn_jit.kv.step import read_tokens
-from flashattn_jit.ops.arguments.checks import check_int
+from flashattn_jit.ops.arguments.checks import check_int, shown
 
 
 @dataclass(slots=True)
@@ -127,11 +127,24 @@ def checked_options(model: Any, config: Any, options: dict[str, Any]) -> Any:
     return chosen
 
 
+def stop_tokens(config: Any) -> set[int]:
+    """The ids that end a request: none, one or several, as a number, a sequence or a tensor."""
+    eos = config.eos_token_id
+    return set() if eos is None else {*torch.as_tensor(eos, device="cpu").flatten().tolist()}
+
+
 def requests_of(
-    prompts: list[Any], most: int | Sequence[int], seed: int | None, device: torch.device
+    prompts: Iterable[Any], most: int | Sequence[int], seed: int | None, model: Any
 ) -> list[Request]:
     """The requests of the prompts. Raises InputError for wrong prompts, counts and seeds."""
-    counts = [most] * len(prompts) if isinstance(most, int) else list(most)
+    if not isinstance(prompts, Iterable):
+        raise InputError(f"prompts must be lists of token ids, got {shown(prompts)}")
+    prompts = list(prompts)
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if isinstance(most, Iterable) and getattr(most, "ndim", None) != 0:
+        counts: list[Any] = list(most)
+    else:
+        counts = [most] * len(prompts)
     if len(counts) != len(prompts):
         raise InputError(f"max_new_tokens has {len(counts)} entries for {len(prompts)} prompts")
     found = []
@@ -139,10 +152,15 @@ def requests_of(
         tokens = read_tokens(f"prompts[{i}]", prompt)
         if not len(tokens):
             raise InputError(f"prompts[{i}] is empty; a prompt has at least one token")
+        if vocabulary is not None and int(tokens.max()) >= vocabulary:
+            raise InputError(
+                f"prompts[{i}] has token {int(tokens.max())}, but the model's ids end at "
+                f"{vocabulary - 1}"
+            )
         count = check_int(f"max_new_tokens[{i}]", count, 1)
         generator = None
         if seed is not None:
-            generator = torch.Generator(device).manual_seed(check_int("seed", seed, 0))
+            generator = torch.Generator(model.device).manual_seed(check_int("seed", seed, 0))
         found.append(Request(i, tokens, count, Generated(), generator))
     return found
 

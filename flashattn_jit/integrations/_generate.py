@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashattn_jit import kv
-from flashattn_jit.errors import SequenceError
+from flashattn_jit.errors import InputError, SequenceError
 from flashattn_jit.integrations._batch_requests import (
     Generated,
     Request,
@@ -22,11 +22,12 @@ from flashattn_jit.integrations._batch_requests import (
     chosen_token,
     processors_of,
     requests_of,
+    stop_tokens,
 )
 from flashattn_jit.integrations._packed_models import check_lengths, takes_positions
 from flashattn_jit.integrations._paged_cache import PackedCache, cache_for
 from flashattn_jit.integrations._request_queue import RequestQueue
-from flashattn_jit.ops.arguments.checks import check_int
+from flashattn_jit.ops.arguments.checks import check_int, shown
 
 OnToken = Callable[[int, int], object]
 
@@ -115,12 +116,14 @@ class BatchGenerator:
         self._model = checked_model(model)
         max_requests = check_int("max_requests", max_requests, 1)
         self._max_step_tokens = check_int("max_step_tokens", max_step_tokens, 1)
+        if on_token is not None and not callable(on_token):
+            raise InputError(f"on_token={shown(on_token)} must be a function (number, token)")
         self._on_token = on_token
         self._config = checked_options(model, generation_config, options)
         most = max_new_tokens
         if most is None:
             most = self._config.max_new_tokens or 64
-        requests = requests_of(list(prompts), most, seed, self._model.device)
+        requests = requests_of(prompts, most, seed, self._model)
         self.results = [r.result for r in requests]
         self._is_busy = False
         self._news: list[tuple[Request, int]] = []
@@ -130,8 +133,7 @@ class BatchGenerator:
             count = min(len(requests), max_requests) or 1
             cache = cache_for(model, count * (longest + 16), max_kv_len=longest)
         self.packed = PackedCache(cache)
-        eos = self._config.eos_token_id
-        self._stop = {*(eos if isinstance(eos, list | tuple) else [eos])} - {None}
+        self._stop = stop_tokens(self._config)
         for r in requests:
             check_fits(cache, r)
             r.processors = processors_of(model, self._config, r)

@@ -113,8 +113,9 @@ class PagedCache(OverPages):
             `fa.kv.Spec.from_config` makes them; it may serve others as well. `for_model` makes one.
 
     Raises:
-        InputError: in a forward pass: padding between tokens, a mask that is not the group's, or
-            another batch size; or the model has other layers than the cache, or cross
+        InputError: a group has a ``transform``, or a variant with more than a mask. In a forward
+            pass: padding between tokens, a mask that is not the group's, or that changes what was
+            padding, or another batch size; or the model has other layers than the cache, or cross
             attention. Of `crop`: tokens that a window gave up would be read again, which
             the cache's ``lookback`` keeps.
         OutOfPages: in a forward pass, when the pages do not suffice. The cache is as before then.
@@ -199,12 +200,13 @@ class PagedCache(OverPages):
                 f"attention_mask has {mask.positions} positions for {self.length} cached and "
                 f"{q_len} new tokens; it covers both"
             )
-        real = _real(mask, batch, self.length, q_len)
+        self._check_cached(mask)
+        real = _real(mask, batch, self.length, self.length + q_len)
         items, firsts = [], []
         for i, (row, tokens) in enumerate(zip(self._batch, real, strict=True)):
             count = int(tokens.sum())
             begin = int(tokens.int().argmax()) if count else 0
-            padded = row.first is not None and begin
+            padded = row.first is not None and (begin or row.first + row.seq.kv_len != self.length)
             if count and (padded or not bool(tokens[begin : begin + count].all())):
                 raise InputError(
                     f"row {i} has padding between its tokens; a PagedCache takes padding in front "
@@ -217,6 +219,23 @@ class PagedCache(OverPages):
             row.first = first
         self.paged.begin(step)
         return step, real.to(self.pages.device)
+
+    def _check_cached(self, mask: LazyMask) -> None:
+        """Raises InputError unless a mask keeps the tokens that the rows hold, and no others."""
+        rows = self._batch
+        held = torch.zeros(len(rows), self.length, dtype=torch.bool, device="cpu")
+        for i, row in enumerate(rows):
+            if row.first is not None:
+                held[i, row.first : row.first + row.seq.kv_len] = True
+        wrong = torch.nonzero(held != _real(mask, len(rows), 0, self.length))
+        if len(wrong):
+            row, position = wrong[0].tolist()
+            is_held = bool(held[row, position])
+            raise InputError(
+                f"attention_mask {'hides' if is_held else 'keeps'} position {position} of row "
+                f"{row}, which was {'a token' if is_held else 'padding'} in an earlier forward "
+                "pass; give each forward pass the masks of those before it, with the new tokens'"
+            )
 
     def _end(self, q_len: int) -> None:
         assert self._open is not None
@@ -279,6 +298,8 @@ class PagedCache(OverPages):
         for row in before:
             if row.seq.number not in taken:
                 row.seq.close()
+        if not after:
+            self.length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back: a negative number of them, as transformers has it."""
@@ -287,7 +308,10 @@ class PagedCache(OverPages):
         if not count:
             return
         left = self.length - count
-        lengths = [max(0, left - row.first) if row.first is not None else 0 for row in self._batch]
+        lengths = [
+            0 if row.first is None else min(row.seq.kv_len, max(0, left - row.first))
+            for row in self._batch
+        ]
         for row, kv_len in zip(self._batch, lengths, strict=True):
             row.seq.check_trim(kv_len)
         for row, kv_len in zip(self._batch, lengths, strict=True):
@@ -350,13 +374,13 @@ def cache_for(
     )
 
 
-def _real(mask: LazyMask, batch: int, length: int, q_len: int) -> Tensor:
-    """bool [batch, q_len]: which of the new tokens are no padding."""
+def _real(mask: LazyMask, batch: int, begin: int, end: int) -> Tensor:
+    """bool [batch, end - begin]: which of the positions are no padding."""
     if mask.keep is not None:
-        return mask.keep[:, length : length + q_len].expand(batch, -1).cpu()
-    real = torch.ones(batch, q_len, dtype=torch.bool, device="cpu")
+        return mask.keep[:, begin:end].expand(batch, -1).cpu()
+    real = torch.ones(batch, end - begin, dtype=torch.bool, device="cpu")
     if mask.key_len is not None:
-        real &= (length + torch.arange(q_len, device="cpu")) < mask.key_len.cpu()[:, None]
+        real &= torch.arange(begin, end, device="cpu") < mask.key_len.cpu()[:, None]
     return real
 
 

@@ -25,7 +25,7 @@ from flashattn_jit.ops.plan import Plan
 from flashattn_jit.variants.variant import Variant, as_variant, tensor
 
 if TYPE_CHECKING:
-    from flashattn_jit.kv import Step
+    from flashattn_jit.kv import Group, Step
 
 
 class KeysInPagesError(InputError, AttributeError):
@@ -153,6 +153,8 @@ class PagedLayers:
     def __init__(self, cache: Cache) -> None:
         if not isinstance(cache, Cache):
             raise InputError(f"cache must be an fa.kv.Cache, got {type(cache).__name__}")
+        for number, group in enumerate(cache.spec.groups):
+            _check_group(number, group)
         self.cache = cache
         self.plans: dict[tuple[Any, ...], Plan] = {}
         self._attentions: dict[tuple[Any, ...], BatchBase] = {}
@@ -250,6 +252,21 @@ class PagedLayers:
     def has(self, layer: int) -> bool:
         """Whether a layer has appended its rows to the step."""
         return layer in self._appended
+
+
+def _check_group(number: int, group: Group) -> None:
+    """Raises InputError for a group that does in pages what layers of a model do themselves."""
+    if group.transform is not None:
+        raise InputError(
+            f"group {number} of the cache transforms keys as they are appended, and so does the "
+            "model; make the group without transform="
+        )
+    more = sorted(set(as_variant(group.variant).hooks()) - {"mask_mod"})
+    if more:
+        raise InputError(
+            f"{as_variant(group.variant).name} of the cache's group {number} has "
+            f"{', '.join(more)}; give the group the mask alone: layers of the model bring the rest"
+        )
 
 
 def check_decoder(config: Any) -> None:

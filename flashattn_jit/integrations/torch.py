@@ -19,7 +19,7 @@ import math
 import threading
 import warnings
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -121,6 +121,9 @@ class Activation:
                 self._active = False
                 _active.remove(self)
                 _register()
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise InputError("an activation cannot be copied or pickled; call activate() for another")
 
     def __enter__(self) -> Activation:
         if not self._active:

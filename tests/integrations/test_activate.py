@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import warnings
 from collections.abc import Iterator
@@ -364,6 +366,13 @@ def test_activations_nest_and_end(calls: Calls) -> None:
     with torch.no_grad():
         sdpa(**qkv())
     assert calls.served == 1
+
+
+def test_activations_are_not_copied(calls: Calls) -> None:
+    with integration.activate() as active:
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(fa.InputError, match="cannot be copied or pickled"):
+                make(active)
 
 
 def test_no_warning(calls: Calls) -> None:

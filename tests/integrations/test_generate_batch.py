@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,6 +114,18 @@ def test_tokens_are_streamed_and_end_tokens_stop(ours: Any) -> None:
         if end in wanted:
             wanted = wanted[: wanted.index(end) + 1]
         assert result.tokens == wanted
+
+
+@pytest.mark.parametrize("kind", ["int", "list", "tensor", "list of tensors", "array"])
+def test_end_tokens_in_every_form(ours: Any, kind: str) -> None:
+    first = generate_batch(ours, prompts()[:1], max_new_tokens=NEW)[0].tokens
+    end = first[3]
+    given = {
+        "int": end, "list": [end], "tensor": torch.tensor(end),
+        "list of tensors": [torch.tensor(end)], "array": np.array([end]),
+    }[kind]  # fmt: skip
+    (found,) = generate_batch(ours, prompts()[:1], max_new_tokens=np.int64(NEW), eos_token_id=given)
+    assert found.tokens == first[: first.index(end) + 1] and found.finish == "stop"
 
 
 def test_steps_chunks_and_the_bar(ours: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,6 +290,10 @@ def test_options_that_depend_on_the_prompt(ours: Any, options: dict[str, Any]) -
         ({"prompts": [[3] * 60]}, r"prompts\[0\] has 60 tokens and up to 16 new .* max_kv_len=64"),
         ({"pages": 5}, r"prompts\[0\] has .* 8 pages of 4, but group 0 of the cache has 5"),
         ({"max_new_tokens": 0}, r"max_new_tokens\[0\]=0"),
+        ({"prompts": 5}, "prompts must be lists of token ids, got 5"),
+        ({"prompts": [[10**6]]}, r"prompts\[0\] has token 1000000, but the model's ids end at"),
+        ({"max_new_tokens": 3.0}, r"max_new_tokens\[0\] must be an int, got float"),
+        ({"on_token": "x"}, "on_token='x' must be a function"),
         ({"max_new_tokens": [1, 2]}, "max_new_tokens has 2 entries for 8 prompts"),
         ({"max_requests": 0}, "max_requests=0"), ({"max_step_tokens": -1}, "max_step_tokens=-1"),
         ({"num_beams": 2}, "num_beams=2: generate_batch makes one sequence"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -247,7 +248,8 @@ def test_what_a_paged_cache_refuses(llama: tuple[Any, Any]) -> None:
     right = mask.flip(1)
     ours(ids, attention_mask=right, past_key_values=cache)  # padding behind a prompt, so far
     after = torch.cat([right, torch.ones(3, 1, dtype=torch.int64)], 1)
-    ours(ids[:, :1], attention_mask=after, past_key_values=cache)
+    with pytest.raises(InputError, match="row 1 has padding between its tokens"):
+        ours(ids[:, :1], attention_mask=after, past_key_values=cache)
     cache.reset()
     holes = mask.clone()
     holes[0, 5] = 0
@@ -276,6 +278,63 @@ def test_what_a_paged_cache_refuses(llama: tuple[Any, Any]) -> None:
         patch.setattr(_latent, "_SERVED", frozenset())
         with pytest.raises(InputError, match="latent attention of DeepseekV3"):
             PagedCache.for_model(build(DECODERS["deepseek_v3"])[1], 100)
+
+
+def test_a_mask_that_changes_what_was_padding(llama: tuple[Any, Any]) -> None:
+    _, ours = llama
+    ids, mask = prompts()
+    cache = PagedCache.for_model(ours, 400, page_size=4)
+    ours(ids, attention_mask=mask, past_key_values=cache)
+    token = torch.tensor([[3], [4], [5]])
+    longer = torch.cat([mask, torch.ones_like(token)], 1)
+    for row, position, words in ((0, 6, "hides"), (1, 6, "keeps")):
+        changed = longer.clone()
+        changed[row, position] ^= 1
+        with pytest.raises(InputError, match=f"mask {words} position {position} of row {row}"):
+            ours(token, attention_mask=changed, past_key_values=cache)
+    with pytest.raises(InputError, match="attention_mask keeps position 0 of row 1"):
+        ours(token, past_key_values=cache)
+    assert [s.kv_len for s in cache.sequences] == mask.sum(1).tolist()
+    ours(token, attention_mask=longer, past_key_values=cache)
+
+
+def test_rows_that_end_before_others(llama: tuple[Any, Any]) -> None:
+    """Padding behind the last token of a row, which `crop` takes back first."""
+    _, ours = llama
+    ids, mask = prompts()
+    cache = PagedCache.for_model(ours, 400, page_size=4)
+    ours(ids, attention_mask=mask, past_key_values=cache)
+    longer = torch.cat([mask, torch.ones(3, 2, dtype=torch.int64)], 1)
+    longer[1, -2:] = 0
+    ours(ids[:, :2], attention_mask=longer, past_key_values=cache)
+    assert [s.kv_len for s in cache.sequences] == [20, 11, 19]
+    cache.crop(-1)
+    assert [s.kv_len for s in cache.sequences] == [19, 11, 18]
+    cache.crop(-2)
+    assert [s.kv_len for s in cache.sequences] == [17, 10, 16]
+    ours(ids[:, :1], attention_mask=mask, past_key_values=cache)
+    assert [s.kv_len for s in cache.sequences] == [18, 11, 17]
+    cache.batch_select_indices(torch.tensor([], dtype=torch.int64))
+    assert cache.get_seq_length() == 0 and cache.batch_size == -1
+    ours(ids[:1], past_key_values=cache)
+    assert [s.kv_len for s in cache.sequences] == [18]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"variant": fa.Causal() & fa.SoftCap(20.0)}, r"SoftCap .* group 0 has score_mod"),
+        ({"transform": fa.RoPE()}, "group 0 of the cache transforms keys"),
+    ],
+)
+def test_groups_that_do_more_than_mask(
+    llama: tuple[Any, Any], change: dict[str, Any], message: str
+) -> None:
+    spec = fa.kv.Spec.from_config(llama[1].config, page_size=16, dtype=torch.float32)
+    group = dataclasses.replace(spec.groups[0], **change)
+    cache = fa.kv.Cache(dataclasses.replace(spec, groups=(group,)), 20, max_kv_len=64)
+    with pytest.raises(InputError, match=message):
+        PagedCache(cache)
 
 
 def test_keys_in_pages_are_no_tensors(llama: tuple[Any, Any]) -> None:
