@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashattn_jit.errors import FlashAttnJitError, ParamError
+from flashattn_jit.errors import FlashAttnJitError, ParamError, TraceError
 from flashattn_jit.torch_modes import example, is_outside, outside_modes, refuse_transforms
 from flashattn_jit.variants.capture.extract import (
     Extracted,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MAX_READERS = 64
 MAX_STRUCTURES = 4096
+MAX_WALKS = 8
 _NONE: dict[Any, Any] = {}
 _EXACT = 2**53  # float64 holds every integer up to here
 
@@ -440,15 +441,13 @@ def _bind_new(
 ) -> Bound:
     # Autocast and inference mode are not part of the key, but would change the prelude's results.
     with _lock, outside_modes():
-        walk = Walk(variant, params=param_locations(declared, values))
+        walk, traced = _traced(variant, dims, param_locations(declared, values), swap)
         reader = _reader_for(variant, walk)
         found = reader.extract(variant, values)
         assert found is not None, walk.locations
         key, tensors, numbers = found
         if swap is not None:
             tensors, numbers = swap(tensors, numbers)
-            walk.tensors, walk.numbers = list(tensors), list(numbers)
-        traced = trace_variant(variant, walk, dims)
         result = _Result(
             structure_of(traced.ir),
             traced.finish,
@@ -462,6 +461,27 @@ def _bind_new(
         group = reader.groups.setdefault(key, _Group())
         group.add(traced.pins, lambda select: select(tensors, numbers, dims), result)
     return _finish(result, tensors, numbers, dims)
+
+
+def _traced(
+    variant: Variant,
+    dims: Dims,
+    params: dict[int, dict[str, tuple[int, str, object]]],
+    swap: Swap | None,
+) -> tuple[Walk, Traced]:
+    """The visit of all that a variant's hooks read, and their trace."""
+    for _ in range(MAX_WALKS):
+        walk = Walk(variant, params=params)
+        if swap is not None:
+            tensors, numbers = swap(tuple(walk.tensors), tuple(walk.numbers))
+            walk.tensors, walk.numbers = list(tensors), list(numbers)
+        traced = trace_variant(variant, walk, dims)
+        if traced.is_complete:
+            return walk, traced
+    raise TraceError(
+        f"each trace of {variant.name} runs functions that the trace before it has not; make the "
+        "objects and functions that its hooks use outside of them"
+    )
 
 
 def param_locations(

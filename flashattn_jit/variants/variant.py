@@ -409,7 +409,8 @@ def positional_count(fn: Any) -> int | None:
     if type(fn) is types.FunctionType:
         code = fn.__code__
         if code.co_flags & inspect.CO_VARARGS:
-            return None
+            wrapped = fn.__dict__.get("__wrapped__")
+            return None if wrapped is None else positional_count(wrapped)
         return code.co_argcount - len(fn.__defaults__ or ())
     try:
         signature = inspect.signature(fn)

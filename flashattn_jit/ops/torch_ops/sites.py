@@ -323,7 +323,8 @@ def _live_site(use: Use, outline: Outline, count: int, outside: Sequence[Any]) -
     absent, keys = (paths.absent(), paths.keys()) if compiled else ((), ())
     frozen = _Frozen(chosen, walk, given) if use == "exported" else None
     replaced = [i for i, index in enumerate(reached) if index is not None]
-    site = _LiveSite(outline, count, outside, len(reached), replaced, frozen)
+    captured = len(walk.tensors), len(walk.numbers)
+    site = _LiveSite(outline, count, outside, captured, replaced, frozen)
     return SiteInfo(
         _number(site, use),
         tuple(paths.made),
@@ -350,7 +351,7 @@ class _LiveSite:
         outline: Outline,
         count: int,
         outside: Sequence[Any],
-        num_captured: int,
+        num_captured: tuple[int, int],
         replaced: Sequence[int],
         frozen: _Frozen | None,
     ) -> None:
@@ -372,10 +373,11 @@ class _LiveSite:
         again = "call torch.compiler.reset()" if self._frozen is None else "export the call again"
 
         def put(captured: Any, numbers: Any) -> Any:
-            if len(captured) != self._num_captured:
+            counts = len(captured), len(numbers)
+            if counts != self._num_captured:
                 raise VariantError(
-                    f"the variant captured {self._num_captured} tensors when the call was traced, "
-                    f"and captures {len(captured)} now; {again}"
+                    "the variant captured {} tensors and {} numbers when the call was traced, "
+                    "and captures {} and {} now; {}".format(*self._num_captured, *counts, again)
                 )
             out = list(captured)
             own = [captured[i] for i in self._replaced]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 import types
 from collections.abc import Iterable
 from typing import Any
+
+import torch
+
+from flashattn_jit.errors import TraceError
 
 ABSENT: Any = object()
 
@@ -70,7 +75,13 @@ def shallow_copy(value: Any) -> Any:
     try:
         new = object.__new__(type(value))
     except TypeError:  # a type made in C that wants its own __new__
-        return copy.copy(value)
+        try:
+            return copy.copy(value)
+        except TypeError as error:
+            raise TraceError(
+                f"a hook captures an object of {type(value).__name__}, which cannot be copied "
+                f"({error}); capture the values that the hook reads"
+            ) from None
     if hasattr(value, "__dict__"):
         new.__dict__.update(value.__dict__)
     for base in type(value).__mro__:
@@ -92,6 +103,49 @@ def dunder_names(cls: type) -> list[str]:
     if hasattr(cls, "__dataclass_fields__"):
         names -= {"__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"}
     return sorted(n for n in names - _NOT_CALLED_BY_HOOKS if is_users(static_attribute(cls, n)))
+
+
+def is_followed(owner: object) -> bool:
+    """Whether the values that a method made in C reads from its object are visited."""
+    return isinstance(owner, dict | list | tuple | torch.Tensor)
+
+
+def names_of_getter(getter: operator.attrgetter[Any] | operator.methodcaller) -> frozenset[str]:
+    """The attributes that a getter of the module operator reads."""
+    named = [x for x in getter.__reduce__()[1] if isinstance(x, str)]
+    return frozenset(part for name in named for part in name.split("."))
+
+
+_ACCESS = ("__getitem__", "__iter__", "__len__", "__contains__", "__reversed__", "get", "keys",
+           "values", "items", "index", "count")  # fmt: skip
+
+
+def refuse_own_access(value: object, name: str) -> None:
+    """Raises TraceError for a container whose class gives its entries in a way of its own."""
+    own = [n for n in _ACCESS if is_users(static_attribute(type(value), n))]
+    if own:
+        raise TraceError(
+            f"a hook captures {name!r}, a {type(value).__name__}, whose class has a method "
+            f"{own[0]}, so that its entries cannot be followed; capture a plain tuple, list or dict"
+        )
+
+
+def sequence_like(value: Any, items: list[Any]) -> Any:
+    """A list or tuple of the same type, with the same attributes and other items."""
+    kind: Any = type(value)
+    if kind in (list, tuple):
+        return kind(items)
+    if isinstance(value, list):
+        new = kind.__new__(kind)
+        list.extend(new, items)
+    else:
+        try:
+            new = tuple.__new__(kind, items)
+        except TypeError:  # a type made in C
+            return kind(items)
+    if hasattr(value, "__dict__"):
+        new.__dict__.update(value.__dict__)
+    return new
 
 
 def is_plain_number(value: object) -> bool:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import builtins
 import copy
-import dis
 import enum
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,15 +27,20 @@ import torch
 
 from flashattn_jit.errors import ParamError, TraceError
 from flashattn_jit.torch_modes import refuse_unreadable
+from flashattn_jit.variants.capture.code import (
+    ALL_FIELDS,
+    EQUALS,
+    REBUILT,
+    asks_for_absent,
+    names_in,
+    run_by,
+)
 from flashattn_jit.variants.capture.extract import (
     NOWHERE,
     PARAMS,
     ROOT,
-    GuardKind,
     Held,
-    Location,
     Step,
-    Yields,
 )
 from flashattn_jit.variants.capture.objects import (
     ABSENT,
@@ -44,28 +48,28 @@ from flashattn_jit.variants.capture.objects import (
     attribute,
     dunder_names,
     is_absent,
+    is_followed,
     is_opaque_module,
     is_plain_number,
     is_users,
+    names_of_getter,
+    refuse_own_access,
+    sequence_like,
     shallow_copy,
     static_attribute,
 )
+from flashattn_jit.variants.capture.recorder import MAX_LOCATIONS, Build, Recorder, Values
 from flashattn_jit.variants.params import Param
-
-MAX_LOCATIONS = 256
-"""The most values that one hook may capture: beyond that it captures data, not parameters."""
 
 _CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
               torch.memory_format, complex, type(Ellipsis), slice, torch.Size, range, set,
               frozenset)  # fmt: skip
-# Types whose equal values may differ in a hook: 0.0 and -0.0, range(0, 3, 2) and range(0, 4, 2),
-# {1} and {True}. (A slice is hashable only from Python 3.12 on, a set never.)
-_KEY_FORMS: dict[type, Yields] = {
-    float: "repr", complex: "repr", range: "repr", slice: "repr", set: "reprs", frozenset: "reprs",
-}  # fmt: skip
-_FINDERS = frozenset({"getattr", "hasattr", "vars", "dir", "__dict__"})
+_READ_ALL = frozenset({ALL_FIELDS, "vars", "__dict__"})
 _ASK_FOR_TYPES = frozenset({"isinstance", "issubclass", "type"})
 _OF_FUNCTIONS = frozenset(dir(types.FunctionType))
+_CLASS: Any = object.__dict__["__class__"]  # sets it past a class's own __setattr__ and __class__
+_BOUND_IN_C = (types.BuiltinFunctionType, types.MethodWrapperType)
+_NOT_AS_IN_TORCH = frozenset({"std", "var", "repeat"})  # methods of numpy's arrays
 _C_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType,
                   types.ClassMethodDescriptorType, types.BuiltinFunctionType)  # fmt: skip
 
@@ -73,59 +77,11 @@ _C_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType,
 _NO_BUILTINS: Mapping[str, object] = types.MappingProxyType({})
 
 
-@dataclass(slots=True)
-class Values:
-    """The values at the locations of a rebuilt hook, in extraction order.
-
-    builtins: replacements for Python's builtins. made: the copies of objects, by the object's id.
-    """
-
-    tensors: Sequence[object]
-    numbers: Sequence[object]
-    builtins: Mapping[str, object]
-    made: dict[int, Any] = field(default_factory=dict)
+def _target(reference: weakref.ref[Any]) -> Any:
+    return reference()
 
 
-Build = Callable[[Values], Any]
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that `code` and the functions inside it load as globals, and any other names."""
-    loaded, every = set(), set(code.co_names)
-    for ins in dis.get_instructions(code):
-        if ins.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            loaded.add(ins.argval)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            inner = _names(const)
-            loaded |= inner[0]
-            every |= inner[1]
-        elif isinstance(const, str) and const.isidentifier():
-            every.add(const)  # getattr(config, "window"), vars(config)["window"]
-    return frozenset(loaded), frozenset(every)
-
-
-def _asks(code: types.CodeType) -> bool:
-    """Whether code may see that an attribute is absent: by a function, or by an exception."""
-    return (
-        not _FINDERS.isdisjoint(code.co_names)
-        or bool(getattr(code, "co_exceptiontable", True))  # Python 3.10 has none
-        or any(_asks(c) for c in code.co_consts if isinstance(c, types.CodeType))
-    )
-
-
-def unique_name(name: str, taken: set[str]) -> str:
-    """The name, with a number where it is in `taken`, to which the result is added."""
-    candidate, i = name, 1
-    while candidate in taken:
-        i += 1
-        candidate = f"{name}_{i}"
-    taken.add(candidate)
-    return candidate
-
-
-class Walk:
+class Walk(Recorder):
     """One visit of everything that `root` captures.
 
     root: the object to visit. names: attributes of objects that are always visited. params: for
@@ -149,23 +105,15 @@ class Walk:
             self._reset()
             before = self.names, self._asks
             self._build = self._visit(root, "", ROOT)
+            self._visit_unvisited()
             if before == (self.names, self._asks) or not self._saw_objects:
                 break
 
     def _reset(self) -> None:
-        self.locations: list[Location] = []
-        self.values: list[object] = []
-        self.tensor_names: list[str] = []
-        self.number_names: list[str] = []
-        self.const_names: list[str] = []
-        self.tensors: list[torch.Tensor] = []
-        self.numbers: list[float] = []
-        self.consts: list[object] = []
-        self.param_tensors: dict[int, str] = {}  # declared params by the index of their value
-        self.param_numbers: dict[int, str] = {}
+        super()._reset()
         self.codes: set[types.CodeType] = set()
+        self.frozen_codes: set[types.CodeType] = set()  # of functions that are not rebuilt
         self._seen: dict[int, tuple[int, Build]] = {}
-        self._taken: set[str] = set()
         self._saw_objects = False
         self._frozen = False
         self._without_values: set[int] = set()
@@ -176,10 +124,11 @@ class Walk:
         tensors: Sequence[object],
         numbers: Sequence[object],
         builtins: Mapping[str, object] = _NO_BUILTINS,
+        made: dict[int, Any] | None = None,
     ) -> Any:
         """A copy of the root with `tensors` and `numbers` in place of the captured ones, and these
-        `builtins` in place of Python's."""
-        return self._build(Values(tensors, numbers, builtins))
+        `builtins` in place of Python's. made: is filled with the copies, by the object's id."""
+        return self._build(Values(tensors, numbers, builtins, {} if made is None else made))
 
     def without_tensors(self, shells: Sequence[torch.Tensor]) -> Walk:
         """The visit of a copy with `shells` for tensors, which keeps no module's weights alive; or
@@ -193,32 +142,24 @@ class Walk:
         same = (again.tensor_names, again.number_names) == (self.tensor_names, self.number_names)
         return again if same else self
 
-    def yielding(self, what: Yields) -> list[int]:
-        """The locations that yield tensors or numbers, in their order."""
-        return [at for at, x in enumerate(self.locations) if x.yields == what]
+    def _visit_unvisited(self) -> None:
+        """Visit what the visited code was seen to run (`code.Watch`): its values are constants."""
+        pending, done = [*self.codes], set[types.CodeType]()
+        while pending:
+            ran = run_by(pending.pop())
+            for code, fn in () if ran is None else [*ran.functions.items()]:
+                if code not in done:
+                    done.add(code)
+                    pending.append(code)
+                    self._visit_frozen(fn, NOWHERE, ("object", Held(fn)))
+            self.names |= frozenset() if ran is None else ran.names
 
-    # --- recording ---------------------------------------------------------------------------
-
-    def _at(self, value: object, base: int, *steps: Step) -> int:
-        """Add a location, at which `value` is now, and return its index."""
-        if len(self.locations) >= 4 * MAX_LOCATIONS:
-            raise TraceError(
-                f"expected a hook that captures at most {MAX_LOCATIONS} values, this one reaches "
-                "more through its containers and objects; capture a tensor instead"
-            )
-        self.locations.append(Location(base, steps))
-        self.values.append(value)
-        return len(self.locations) - 1
-
-    def _guard(self, at: int, kind: GuardKind, operand: object = None) -> None:
-        self.locations[at].guards.append((kind, operand))
-
-    def _guard_type(self, at: int) -> None:
-        self._guard(at, "type", Held(type(self.values[at])))
-
-    def _unique(self, name: str) -> str:
-        name = "".join(c if c.isalnum() else "_" for c in name).strip("_") or "value"
-        return unique_name(f"_{name}" if name[0].isdigit() else name, self._taken)
+    def _visit_frozen(self, value: object, base: int, *path: Step) -> None:
+        """Visit a function or an object that is used as it is: the values in it are constants."""
+        before = self._seen, self._frozen
+        self._seen, self._frozen = {}, True
+        self._visit(value, "", base, *path)
+        self._seen, self._frozen = before
 
     # --- the visit ---------------------------------------------------------------------------
 
@@ -276,6 +217,14 @@ class Walk:
             if is_opaque_module(module):
                 return self._opaque(value, base, *steps)
             return self._namespace(value, self._at(value, base, *steps))
+        if isinstance(value, _BOUND_IN_C) and is_followed(value.__self__):
+            return self._bound_in_c(value, name, self._at(value, base, *steps))
+        if isinstance(value, weakref.ref):
+            self._guard_type(self._at(value, base, *steps))
+            target = self._visit(value(), name, base, *steps, ("call", Held(_target)))
+            return lambda p: lambda: target(p)
+        if isinstance(value, operator.attrgetter | operator.methodcaller):
+            self.names |= names_of_getter(value)
         if isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType):
             return self._opaque(value, base, *steps)
         if is_opaque_module(type(value).__module__) and not isinstance(value, torch.nn.Module):
@@ -290,6 +239,9 @@ class Walk:
 
     def _tensor(self, value: torch.Tensor, name: str, at: int) -> Build:
         refuse_unreadable(name, value)
+        if self._frozen:
+            self._guard(at, "alive", Held(weakref.ref(value)))
+            return lambda p: value
         index = len(self.tensors)
         self.tensors.append(value)
         self.tensor_names.append(self._unique(name))
@@ -317,6 +269,11 @@ class Walk:
     def _array(self, value: Any, name: str, at: int) -> Build:
         # Each call makes a tensor that shares the array's memory, so that writes are visible.
         self._guard_type(at)
+        for method in sorted(self.names & _NOT_AS_IN_TORCH):
+            raise TraceError(
+                f"a hook captures the array {name!r} and names {method}(), which numpy and torch "
+                "compute differently; capture torch.from_numpy(...) of the array"
+            )
         try:
             tensor = torch.from_numpy(value)
         except (TypeError, ValueError) as error:
@@ -326,25 +283,16 @@ class Walk:
         return self._tensor(tensor, name, self._at(tensor, at, ("call", Held(torch.from_numpy))))
 
     def _constant(self, value: Any, name: str, at: int) -> Build:
-        if value is None or value is Ellipsis:
-            self._guard(at, "is", Held(value))
-        else:
-            self._guard_type(at)
-            self.locations[at].yields = _KEY_FORMS.get(type(value), "value")
-            self.consts.append(value)
-            self.const_names.append(name or "value")
-        return lambda p: value
-
-    def _opaque(self, value: object, base: int, *steps: Step) -> Build:
-        self._guard(self._at(value, base, *steps), "is", Held(value))
-        return lambda p: value
+        if isinstance(value, enum.Enum) and not {"value", "_value_"}.isdisjoint(self.names):
+            self._visit_frozen(value.value, at, ("attribute", "value"))
+        return self._part_of_key(value, name, at)
 
     def _function(self, fn: types.FunctionType, at: int) -> Build:
         code = fn.__code__
-        self.codes.add(code)
-        loaded, every = _names(code)
+        (self.frozen_codes if self._frozen else self.codes).add(code)
+        loaded, every = names_in(code)
         self.names |= every
-        self._asks |= _asks(code)
+        self._asks |= asks_for_absent(code)
         key = id(fn)
         cells: list[Build | None] = []
         globs: dict[str, Build] = {}
@@ -360,6 +308,7 @@ class Walk:
             scope = {
                 "__builtins__": fn.__globals__.get("__builtins__", builtins),
                 "__name__": fn.__globals__.get("__name__"),
+                REBUILT: True,
             }
             new = types.FunctionType(code, scope, fn.__name__, None, new_cells)
             p.made[key] = new
@@ -433,14 +382,28 @@ class Walk:
             func(p), *(a(p) for a in args), **{k: a(p) for k, a in kwargs.items()}
         )
 
+    def _bound_in_c(self, value: Any, name: str, at: int) -> Build:
+        """A method of a container or of an object that is made in C: ``values.get``."""
+        self._guard_type(at)
+        method = value.__name__
+        self._constant(method, name, self._at(method, at, ("attribute", "__name__")))
+        owner = self._visit(value.__self__, name, at, ("attribute", "__self__"))
+        return lambda p: getattr(owner(p), method)
+
     def _sequence(self, value: Any, name: str, at: int) -> Build:
-        kind = type(value)
+        refuse_own_access(value, name)
         self._guard_type(at)
         self._guard(at, "length", len(value))
         items = [self._visit(a, f"{name}_{i}", at, ("item", i)) for i, a in enumerate(value)]
-        if hasattr(value, "_fields"):
-            return lambda p: kind(*(a(p) for a in items))
-        return lambda p: kind(a(p) for a in items)
+        attrs = self._container_attributes(value, at)
+
+        def build(p: Values) -> Any:
+            new = sequence_like(value, [a(p) for a in items])
+            if attrs:
+                new.__dict__.update({n: make(p) for n, make in attrs.items()})
+            return new
+
+        return build
 
     def _dict(self, value: dict[Any, Any], name: str, at: int) -> Build:
         keys = tuple(value)
@@ -449,16 +412,34 @@ class Walk:
                 f"a hook captures {name!r}, a dict of {len(keys)} entries; expected at most "
                 f"{MAX_LOCATIONS} with string or int keys; capture the entries that it reads"
             )
+        refuse_own_access(value, name)
         self._guard_type(at)
         self._guard(at, "keys", keys)
         items = [self._visit(value[k], f"{name}_{k}", at, ("item", k)) for k in keys]
+        attrs = self._container_attributes(value, at)
 
         def build(p: Values) -> Any:
             new = copy.copy(value)
-            new.update(zip(keys, (a(p) for a in items), strict=True))
+            dict.update(new, zip(keys, (a(p) for a in items), strict=True))
+            if getattr(value, "__dict__", None) is value:  # its entries are its attributes
+                object.__setattr__(new, "__dict__", new)
+            elif attrs:
+                new.__dict__.update({n: make(p) for n, make in attrs.items()})
             return new
 
         return build
+
+    def _container_attributes(self, value: Any, at: int) -> dict[str, Build]:
+        """The attributes of a container of a user's class that the visited code names."""
+        own = getattr(value, "__dict__", value)
+        if own is value:
+            return {}
+        self._saw_objects = True
+        own_at = self._at(own, at, ("attribute", "__dict__"))
+        self._guard(own_at, "disjoint", frozenset(self.names - own.keys()))
+        return {
+            n: self._visit(own[n], n, own_at, ("item", n)) for n in sorted(self.names & own.keys())
+        }
 
     # --- attributes: of objects, of users' modules and classes -------------------------------
 
@@ -498,6 +479,7 @@ class Walk:
         """Any other object: its methods, and the attributes that the visited code names."""
         self._saw_objects = True
         cls = type(value)
+        shown = value.__class__  # of a copy, the class of its object
         own_class: Step = ("class", Held(cls))
         self._guard_type(at)
         attrs: dict[str, Build] = {}
@@ -517,12 +499,12 @@ class Walk:
                     new.__dict__[n] = made
                 else:
                     object.__setattr__(new, n, made)
-            if special:
+            if special or "__class__" in self.names:
                 overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
-                # Without new slots, so that the layout is the same. `object.__setattr__` works for
-                # frozen classes too.
+                overrides["__class__"] = property(lambda _: p.made.get(id(shown), shown))
+                # Without new slots, so that the layout is the same.
                 body = {"__fajit_view__": True, "__slots__": (), **overrides}
-                object.__setattr__(new, "__class__", type(cls.__name__, (cls,), body))
+                _CLASS.__set__(new, type(cls.__name__, (cls,), body))
             if "_declared" in own:  # a variant: its params belong to the copies
                 declared = [
                     d._replace(owner=p.made.get(id(d.owner), d.owner)) for d in own["_declared"]
@@ -541,6 +523,12 @@ class Walk:
         if isinstance(value, torch.nn.Module):
             wanted |= {"forward"}
         own = getattr(value, "__dict__", {})
+        if not hasattr(cls, "__fajit_names__") and (
+            not self.names.isdisjoint(_READ_ALL)
+            or (EQUALS in self.names and isinstance(value, types.SimpleNamespace))
+        ):
+            fields = getattr(cls, ALL_FIELDS, ())
+            wanted |= {n for n in (*own, *fields) if isinstance(n, str) and n.isidentifier()}
         hooks: frozenset[str] = getattr(cls, "__fajit_names__", frozenset())
         # An attribute of the object would take the place of these.
         inherited = frozenset(
@@ -587,14 +575,8 @@ class Walk:
         """Visit what ``super().name`` reaches, which is not rebuilt: its numbers are constants."""
         if "__class__" not in found.__code__.co_freevars:
             return
-        frozen, self._frozen = self._frozen, True
         for base in cls.__mro__:
             static = base.__dict__.get(name)
             if static is not found and is_users(static):
-                path: tuple[Step, ...] = (
-                    ("object", Held(base)),
-                    ("attribute", "__dict__"),
-                    ("item", name),
-                )
-                self._visit(static, "", NOWHERE, *path)
-        self._frozen = frozen
+                path: tuple[Step, ...] = (("attribute", "__dict__"), ("item", name))
+                self._visit_frozen(static, NOWHERE, ("object", Held(base)), *path)

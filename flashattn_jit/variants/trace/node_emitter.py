@@ -107,7 +107,7 @@ class Emitter:
             inner = self.node(node.args[0])
             if category(inner.dtype) <= category(node.dtype) and (
                 _EXACT_IN[inner.dtype] <= _EXACT_IN[node.dtype]
-                and not (inner.dtype == "uint8" and node.dtype == "int8")
+                and not (node.dtype == "uint8" and inner.dtype.startswith("int"))  # -1 is 255
                 and category(dtype) >= category(node.dtype)
             ):
                 return self.cast(node.args[0], dtype)

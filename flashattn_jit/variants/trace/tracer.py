@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from flashattn_jit.errors import FlashAttnJitError, ParamError, TraceError
 from flashattn_jit.variants.builtins import CONTEXT
+from flashattn_jit.variants.capture.code import Watch
 from flashattn_jit.variants.capture.extract import (
     Finish,
     HostProgram,
@@ -31,7 +32,8 @@ from flashattn_jit.variants.capture.extract import (
     map_tree,
     stride_pattern,
 )
-from flashattn_jit.variants.capture.walk import Walk, unique_name
+from flashattn_jit.variants.capture.recorder import unique_name
+from flashattn_jit.variants.capture.walk import Walk
 from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.ir.dtypes import DTYPE_NAMES
 from flashattn_jit.variants.ir.ir import is_float
@@ -92,7 +94,8 @@ class _Mode(TorchFunctionMode):
 class Tracer:
     """Traces the hooks of one variant; tensor and scalar slots are shared between them.
 
-    tensors, numbers: the captures of this call, in extraction order.
+    tensors, numbers: the captures of this call, in extraction order. visited: the code of functions
+    that run as they are. made: the copies of objects that the hooks use, by the object's id.
     """
 
     def __init__(
@@ -104,9 +107,12 @@ class Tracer:
         device: torch.device | None = None,
         owner: str = "hook",
         codes: Iterable[types.CodeType] = (),
+        visited: Collection[types.CodeType] = (),
     ) -> None:
         self.device = device or torch.device("cpu")
         self._owner = owner, codes
+        self.watch = Watch(visited)
+        self.made: dict[int, Any] = {}
         self._running: tuple[str, Any, types.FrameType] | None = None
         self.program = HostProgram()
         self.hosts = [
@@ -141,7 +147,7 @@ class Tracer:
         arguments = [self._input(name, row_length) for name in inputs]
         active, context = ACTIVE.set(self), CONTEXT.set(self)
         try:
-            with _Mode(self):
+            with _Mode(self), self.watch:
                 result = fn(*arguments)
             return self.emitter.builder.finish(self._result(kind, result, row_length))
         except FlashAttnJitError:
@@ -189,6 +195,10 @@ class Tracer:
             return cast(value, "bool").node
         value = cast(value, "float32")
         return (vectors.full(value) if wanted else value).node
+
+    def shown_class(self, cls: Any) -> Any:
+        """What hooks see for a class: the stand-in that they reach by its name, if there is one."""
+        return self.made.get(id(cls), cls)
 
     def __enter__(self) -> Tracer:
         """Make the tracer active outside `trace`, for code of the user's that makes hooks."""
@@ -390,6 +400,7 @@ class Traced(NamedTuple):
     finish: computes the values of the slots from captures; None where they are the captures.
     selected: the captured tensors of the slots; None if one is computed. pins: the values that the
     trace specialised on. mask_params: declared params that `mask_mod` depends on.
+    is_complete: whether the walk visited all functions that the hooks ran; if not, another does.
     """
 
     ir: ir.VariantIR
@@ -397,6 +408,7 @@ class Traced(NamedTuple):
     selected: tuple[int, ...] | None
     pins: Mapping[Source, None]
     mask_params: frozenset[str]
+    is_complete: bool
 
 
 def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
@@ -413,14 +425,15 @@ def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
 def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced:
     tracer = Tracer(
         walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, dims.device,
-        variant.name, walk.codes,
+        variant.name, walk.codes | walk.frozen_codes, walk.frozen_codes,
     )  # fmt: skip
     if not numbers:
         tracer.specialise(s for n in tracer.numbers for s in n.sources)
-    view = walk.build(tracer.captured, tracer.numbers if numbers else walk.numbers, STAND_INS)
+    given = tracer.numbers if numbers else walk.numbers
+    view = walk.build(tracer.captured, given, STAND_INS, tracer.made)
     graphs: list[tuple[str, ir.Graph]] = []
     texts: list[tuple[str, str]] = []
-    with tracer:
+    with tracer, tracer.watch:
         hooks = view.hooks()
     for kind in ir.HOOKS:
         hook = hooks.get(kind)
@@ -521,7 +534,8 @@ def _assemble(
     )
     raws = tuple(host.raw for host, _ in hosts)
     selected = None if min(raws, default=0) < 0 else raws
-    return Traced(made, finish, selected, tracer.pins, mask_params)
+    is_complete = not tracer.watch.found_any
+    return Traced(made, finish, selected, tracer.pins, mask_params, is_complete)
 
 
 def _tensor_param(host: HostTensor, sizes: Mapping[int, int], taken: set[str]) -> ir.TensorParam:

@@ -215,6 +215,12 @@ class Captured(_Proxy):
     def __repr__(self) -> str:
         return f"Captured({self.host.name}, index={self.index})"
 
+    def __copy__(self) -> Captured:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Captured:
+        return self
+
     def __getattr__(self, name: str) -> Any:
         return tracer().captured_attribute(self, name)
 
@@ -240,6 +246,12 @@ class Number:
         tracer().specialise(self.sources)
         return self.value
 
+    def __copy__(self) -> Number:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Number:
+        return self
+
     def host(self) -> HostNumber:
         """As an argument of a prelude call."""
         return HostNumber(self.node, self.value)
@@ -258,10 +270,10 @@ def _is_instance(x: Any, kinds: Any) -> bool:
 
 
 def _type_of(x: Any, *more: Any) -> Any:
-    """`type` for hooks: that of a proxy is `torch.Tensor`."""
-    return (
-        type(x, *more) if more else torch.Tensor if isinstance(x, Value | Captured) else x.__class__
-    )
+    """`type` for hooks: that of a proxy is `torch.Tensor`, that of a copy its object's."""
+    if more:
+        return type(x, *more)
+    return torch.Tensor if isinstance(x, Value | Captured) else tracer().shown_class(x.__class__)
 
 
 with outside_modes():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import math
 import re
@@ -218,7 +219,7 @@ def test_a_failed_trace_leaves_nothing_behind():
 
 
 def test_values_do_not_outlive_their_trace():
-    leaked: list[torch.Tensor] = []
+    leaked: collections.deque[torch.Tensor] = collections.deque()
     keep = leaked.append
 
     def hook(s, b, h, q, k):

@@ -259,6 +259,18 @@ def test_int32_wraps_as_torch_does():
     compare(lambda s, b, h, q, k: (q + 2_000_000_000) * 2)
 
 
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", WHOLE)
+def test_chains_of_casts_wrap_at_each_step(dtype):
+    edges = [0, 1, -1] if dtype == torch.bool else [torch.iinfo(dtype).min, torch.iinfo(dtype).max]
+    values = torch.tensor([*edges, -128, 127, 255, 40_000, -3][:7]).to(dtype)
+    for middle in WHOLE:
+        for last in (*WHOLE, torch.float32):
+            compare(lambda s, b, h, q, k, m=middle, z=last: values[k].to(m).to(z))
+
+
 def test_captured_numbers_promote_as_python_numbers():
     third, three = 1 / 3, 3
     bound = compare(lambda s, b, h, q, k: s * third + (q * three) + (k < third) + k / three)
