@@ -24,7 +24,7 @@ LENGTHS = ((70, 130), (40, 520), (200, 333), (130, 64), (16, 700))
 """Query rows and keys; two query heads share a key."""
 
 MODES = ("late", "early", "random")
-IN_TURN = rotation.chosen(CASES, 8, lambda case: "library" in case.tags and case.tags)
+IN_TURN = rotation.chosen(CASES, 12, lambda case: "library" in case.tags and case.tags)
 
 
 def shape_of(case: Case, number: int) -> Shape:

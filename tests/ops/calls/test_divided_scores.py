@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import flashattn_jit as fa
+from tests.harness.rotation import chosen
 from tests.ops.cases import HOST_TARGETS
 
 EACH = torch.tensor([[1.5, -2.5, 4.0], [3.0, 0.75, 0.5]])  # [head, element]
@@ -22,8 +25,12 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("target", [*HOST_TARGETS, "emulated:sm_80"])
+@pytest.mark.parametrize(
+    ("target", "name"),
+    chosen(
+        list(itertools.product([*HOST_TARGETS, "emulated:sm_80"], HOOKS)), 3, lambda case: case[0]
+    ),
+)
 def test_scores_are_divided(target: str, name: str) -> None:
     dtype, near = (torch.float32, 1e-4) if target.startswith("cpu") else (torch.bfloat16, 2e-2)
     for q_len in (2, 40):

@@ -73,8 +73,12 @@ def check(cache: fa.kv.Stored, wanted: fa.kv.Stored, fill: int = 77) -> None:
 
 
 @pytest.mark.parametrize("target", [default_target(), other_target()])
-@pytest.mark.parametrize("kv_format", turn(1, OWN) + turn(2, OWN) + turn(3, OWN), ids=named)
-@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (40, 24), (576, 512)])
+@pytest.mark.parametrize(
+    ("kv_format", "dim", "dim_v"),
+    [(f, *dims) for i, dims in enumerate([(64, 64), (40, 24), (576, 512)]) for f in turn(i, OWN)]
+    + [(f, 64, 64) for f in turn(3, OWN)],
+    ids=lambda x: x if isinstance(x, int) else named(x),
+)
 def test_rows_become_the_codes_of_the_quantiser(dim, dim_v, kv_format, target, monkeypatch) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_TARGET", target)
     for dtype in (torch.float32, torch.bfloat16):

@@ -15,7 +15,7 @@ from flashattn_jit.codegen.targets import CPU_ROWS
 from flashattn_jit.errors import InputError
 from flashattn_jit.formats import CODES, SCALE_DTYPES, hadamard
 from flashattn_jit.variants.ir.dtypes import CODES4
-from tests.harness.rotation import other_target, takes_all
+from tests.harness.rotation import chosen, other_target, takes_all
 from tests.ops.cases import HOST_TARGETS
 from tests.ops.quantised.storage import FORMATS, LLOYD
 
@@ -79,10 +79,18 @@ def test_every_float_of_8_bits_is_read_as_its_value_in_every_place(
     )
 
 
-@pytest.mark.parametrize("dim", [32, 40, 64, 128, 192, 256])
 @pytest.mark.parametrize(
-    ("target", "q_dtype"),
-    [*((t, torch.bfloat16) for t in BF16_TARGETS), *((t, torch.float32) for t in TARGETS)],
+    ("target", "q_dtype", "dim"),
+    chosen(
+        [
+            (target, dtype, dim)
+            for dtype, targets in ((torch.bfloat16, BF16_TARGETS), (torch.float32, TARGETS))
+            for target in targets
+            for dim in (32, 40, 64, 128, 192, 256)
+        ],
+        3,
+        lambda case: case[:2],
+    ),
 )
 def test_every_code_of_4_bits_is_read_as_its_value(dim, q_dtype, target) -> None:
     """In every channel, as an integer, and as an index of a codebook."""
