@@ -9,6 +9,7 @@ parts are read here, and `sites` builds an equal object when the graph runs.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import enum
 import functools
 import types
@@ -73,7 +74,11 @@ class _Templates:
         key = (kind, 0)
         if key not in self._names:
             make: Any = kind.__new__ if issubclass(kind, Variant) else object.__new__
-            self._names[key] = self.hold("object", make(kind))
+            made = make(kind)
+            for own in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+                if not hasattr(made, own.name):
+                    object.__setattr__(made, own.name, None)  # Dynamo hashes frozen ones
+            self._names[key] = self.hold("object", made)
         return self._names[key]
 
     def hold(self, kind: str, held: object) -> str:

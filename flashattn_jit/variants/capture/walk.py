@@ -503,7 +503,8 @@ class Walk(Recorder):
                 overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
                 overrides["__class__"] = property(lambda _: p.made.get(id(shown), shown))
                 # Without new slots, so that the layout is the same.
-                body = {"__fajit_view__": True, "__slots__": (), **overrides}
+                own_body = {"__fajit_view__": True, "__module__": cls.__module__, "__slots__": ()}
+                body = {**own_body, **overrides}
                 _CLASS.__set__(new, type(cls.__name__, (cls,), body))
             if "_declared" in own:  # a variant: its params belong to the copies
                 declared = [

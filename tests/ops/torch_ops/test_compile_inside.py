@@ -11,7 +11,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -92,6 +92,34 @@ class Slotted:
     window: int
 
 
+class SlottedNear:
+    __slots__ = ("window",)
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+    def __call__(self, b, h, i, j):
+        return i - j < self.window
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    window: int
+    more: int = 2
+    scale: ClassVar[int] = 3
+
+    def __call__(self, b, h, i, j):
+        return (i - j) * self.scale < self.window * self.more
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    window: int
+
+    def __call__(self, b, h, i, j):
+        return i - j < self.window
+
+
 BEFORE = Declared(torch.linspace(0.5, 1.0, 4), 9)
 ALIBI = fa.ALiBi(slopes=torch.linspace(0.2, 0.8, 4))
 NEAR = Near(7)
@@ -153,6 +181,9 @@ MADE: dict[str, Callable[[Tensor, int], Any]] = {
     ),
     "and_masks": lambda t, n: and_masks(causal, lambda b, h, i, j: i - j < n),
     "object": lambda t, n: Near(n),
+    "object with slots": lambda t, n: SlottedNear(n),
+    "frozen dataclass": lambda t, n: Frozen(n),
+    "frozen dataclass with slots": lambda t, n: FrozenSlots(n),
     "method": lambda t, n: Near(n).ahead,
     "method of a global": lambda t, n: NEAR.ahead,
     "containers": containers,

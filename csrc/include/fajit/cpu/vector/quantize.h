@@ -446,6 +446,13 @@ class Quantizer {
       return put_codes<N>(x, channels, groups, dst, divided);
     }
 #endif
+    encode_by_divisions<N, Affine>(x, int{channels}, groups, own, dst);
+  }
+
+  // One function for all numbers of channels, as rows with such scales are rare.
+  template <int N, bool Affine, class E>
+  __attribute__((noinline)) void encode_by_divisions(const E* x, int channels, int groups,
+                                                     const Divisors& own, T* dst) const {
     put_codes<N>(x, channels, groups, dst, [&](const E* from, int g) {
       const vf y = Storage<E>::load(from) / own.scales[g];
       return words_of<true>(Affine ? y + own.zeros[g] : y);
