@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashattn_jit.errors import FlashAttnJitError, ParamError, TraceError
+from flashattn_jit.errors import FlashAttnJitError, ParamError, TraceError, VariantError
 from flashattn_jit.torch_modes import example, is_outside, outside_modes, refuse_transforms
 from flashattn_jit.variants.capture.extract import (
     Extracted,
@@ -223,7 +223,10 @@ def bind(
         values = resolve(declared, dims, params, variant.name)
     found = _look_up(variant, dims, values, swap)
     if found is None:
-        return _bind_new(variant, dims, declared, values, swap)
+        bound = _bind_new(variant, dims, declared, values, swap)
+        if variant._twin is not None:
+            _check_twin(variant, variant._twin, dims, params, swap)
+        return bound
     result, _, (_, tensors, numbers) = found
     return _finish(result, tensors, numbers, dims)
 
@@ -482,6 +485,24 @@ def _traced(
         f"each trace of {variant.name} runs functions that the trace before it has not; make the "
         "objects and functions that its hooks use outside of them"
     )
+
+
+def _check_twin(
+    variant: Variant, twin: Variant, dims: Dims, params: Mapping[str, object], swap: Swap | None
+) -> None:
+    """Raises VariantError where a placeholder of a variant is part of its trace: see `_twin`."""
+    found = []
+    with _lock, outside_modes():
+        for one in (variant, twin):
+            values = resolve(one._declared, dims, params, one.name)
+            walk, traced = _traced(one, dims, param_locations(one._declared, values), swap)
+            found.append((walk.numbers, traced.ir))
+    if found[0] != found[1]:
+        raise VariantError(
+            f"a hook of {variant.name} reads a number of the compiled function where it is not "
+            "followed, such as an attribute whose name is computed; make the variant outside of "
+            "the compiled function, with fa.variant(...)"
+        )
 
 
 def param_locations(

@@ -21,6 +21,7 @@ import torch
 from flashattn_jit.errors import ParamError, VariantError
 from flashattn_jit.late_binding import upper
 from flashattn_jit.variants.binding import Bound, bind
+from flashattn_jit.variants.capture.objects import attribute
 from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.params import (
     COMPUTED,
@@ -121,6 +122,8 @@ class Variant:
     __fajit_made_by__: ClassVar[tuple[Any, ...]]
     _shape: Any
     _declared: tuple[Declared, ...]
+    _twin: Variant | None = None
+    """Of a variant whose numbers are placeholders: one with others, which has equal graphs."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -412,9 +415,15 @@ def positional_count(fn: Any) -> int | None:
             wrapped = fn.__dict__.get("__wrapped__")
             return None if wrapped is None else positional_count(wrapped)
         return code.co_argcount - len(fn.__defaults__ or ())
+    if isinstance(fn, torch.nn.Module):
+        return positional_count(fn.forward)
+    bound = fn.__func__ if type(fn) is types.MethodType else type(fn).__call__
+    if type(bound) is types.FunctionType:
+        count = positional_count(bound)
+        return None if count is None else count - 1
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):
+    except Exception:  # it compares objects, and asks for their attributes, by the user's code
         return None
     kinds = list(signature.parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in kinds):
@@ -498,7 +507,10 @@ def _name_of(hooks: Mapping[str, Any]) -> str:
 def _function_name(fn: Any) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return "" if isinstance(fn, CppHook) else str(getattr(fn, "__name__", type(fn).__name__))
+    if isinstance(fn, CppHook):
+        return ""
+    name = attribute(fn, "__name__")
+    return name if isinstance(name, str) else type(fn).__name__
 
 
 def _check_hook(hook: str, fn: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from ...variants.capture.extract import NOWHERE, PARAMS, ROOT, GuardKind, Location, Step
+from ...variants.capture.objects import static_attribute
 from ...variants.capture.walk import Walk
 
 ATTRIBUTE, ITEM = 0, 1
@@ -79,9 +81,13 @@ class Paths:
         ):
             # Dynamo does not compare attributes of functions.
             if names and not isinstance(self._walk.values[at], types.FunctionType):
-                index = self.index(at)
+                index, cls = self.index(at), type(self._walk.values[at])
                 if index is not None:
-                    found.setdefault(index, set()).update(names)
+                    found.setdefault(index, set()).update(
+                        n for n in names
+                        # Reading it would compute it.
+                        if not isinstance(static_attribute(cls, n), functools.cached_property)
+                    )  # fmt: skip
         return tuple((index, tuple(sorted(names))) for index, names in found.items())
 
     def _guards(self, kind: GuardKind) -> list[tuple[int, Any]]:

@@ -264,13 +264,12 @@ class _MadeSite:
     def _prototype(self, tensors: Tensors, num_floats: int, num_ints: int) -> _Prototype:
         shells = [_shell(t) for t in tensors]
         # All placeholder numbers differ: a number identifies its input.
-        floats = [_STAND_IN + i + 0.5 for i in range(num_floats)]
-        ints = [_STAND_IN + num_floats + i for i in range(num_ints)]
-        others = {float: iter(floats[self._counts[1] :]), int: iter(ints[self._counts[2] :])}
-        outside = self._build(
-            shells[self._counts[0] :], [next(others[kind]) for kind in self._kinds]
-        )
-        variant = self._made_variant(Maker(shells, floats, ints, outside))
+        floats, ints = _placeholders(_STAND_IN, num_floats, num_ints)
+        variant, outside = self._of_values(shells, floats, ints)
+        others = _placeholders(1000, num_floats, num_ints)
+        twin, _ = self._of_values(shells, *others)
+        if twin is not variant and floats + ints:
+            variant.__dict__["_twin"] = twin
         tensor_index = {id(x): i for i, x in enumerate(shells)}
         number = {x: i for i, x in enumerate((*floats, *ints))}
         declared: list[tuple[str, Literal["tensor", "number"], int]] = []
@@ -289,6 +288,16 @@ class _MadeSite:
             tuple([number.get(x) for x in walk.numbers]),
         )
 
+    def _of_values(
+        self, tensors: Tensors, floats: Sequence[float], ints: Sequence[int]
+    ) -> tuple[Variant, Sequence[Any]]:
+        """The variant with these inputs of the op, and the objects outside with them."""
+        others = {float: iter(floats[self._counts[1] :]), int: iter(ints[self._counts[2] :])}
+        outside = self._build(
+            tensors[self._counts[0] :], [next(others[kind]) for kind in self._kinds]
+        )
+        return self._made_variant(Maker(tensors, floats, ints, outside)), outside
+
     def _made_variant(self, maker: Maker) -> Variant:
         made = maker.make(self._variant)
         if not isinstance(made, Hooks):
@@ -303,6 +312,12 @@ class _MadeSite:
             return is_pointwise(self._made_variant(maker))
         except Exception:
             return False  # the run raises the error
+
+
+def _placeholders(first: int, num_floats: int, num_ints: int) -> tuple[list[float], list[int]]:
+    return [first + i + 0.5 for i in range(num_floats)], [
+        first + num_floats + i for i in range(num_ints)
+    ]
 
 
 def _shell(t: torch.Tensor) -> torch.Tensor:

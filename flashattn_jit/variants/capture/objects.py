@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import sys
 import types
@@ -41,7 +42,7 @@ def attribute(value: object, name: str) -> Any:
 
 def is_absent(value: object, name: str) -> bool:
     """Whether an attribute is absent; that of a property, which is code, counts as present."""
-    if isinstance(static_attribute(type(value), name), property):
+    if isinstance(static_attribute(type(value), name), property | functools.cached_property):
         return False
     return attribute(value, name) is ABSENT
 

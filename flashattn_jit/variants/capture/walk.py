@@ -68,6 +68,7 @@ _READ_ALL = frozenset({ALL_FIELDS, "vars", "__dict__"})
 _ASK_FOR_TYPES = frozenset({"isinstance", "issubclass", "type"})
 _OF_FUNCTIONS = frozenset(dir(types.FunctionType))
 _CLASS: Any = object.__dict__["__class__"]  # sets it past a class's own __setattr__ and __class__
+_HIDDEN_BY_OWN = (types.FunctionType, Param, functools.cached_property)
 _BOUND_IN_C = (types.BuiltinFunctionType, types.MethodWrapperType)
 _NOT_AS_IN_TORCH = frozenset({"std", "var", "repeat"})  # methods of numpy's arrays
 _C_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType,
@@ -285,6 +286,8 @@ class Walk(Recorder):
     def _constant(self, value: Any, name: str, at: int) -> Build:
         if isinstance(value, enum.Enum) and not {"value", "_value_"}.isdisjoint(self.names):
             self._visit_frozen(value.value, at, ("attribute", "value"))
+        if self._asks and isinstance(value, str):
+            self.names |= {value}  # getattr(config, name)
         return self._part_of_key(value, name, at)
 
     def _function(self, fn: types.FunctionType, at: int) -> Build:
@@ -495,10 +498,10 @@ class Walk(Recorder):
                 made = make(p)
                 made = types.MethodType(made, new) if n in methods else made
                 # Not by the class's __setattr__, as that of nn.Module or a frozen dataclass.
-                if hasattr(new, "__dict__"):
-                    new.__dict__[n] = made
-                else:
+                if isinstance(static_attribute(cls, n), types.MemberDescriptorType):  # a slot
                     object.__setattr__(new, n, made)
+                else:
+                    new.__dict__[n] = made
             if special or "__class__" in self.names:
                 overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
                 overrides["__class__"] = property(lambda _: p.made.get(id(shown), shown))
@@ -534,7 +537,7 @@ class Walk(Recorder):
         # An attribute of the object would take the place of these.
         inherited = frozenset(
             n for n in wanted - own.keys() - params.keys()
-            if n in hooks or isinstance(static_attribute(cls, n), (types.FunctionType, Param))
+            if n in hooks or isinstance(static_attribute(cls, n), _HIDDEN_BY_OWN)
         )  # fmt: skip
         if inherited and hasattr(value, "__dict__"):
             self._guard(self._at(own, at, ("attribute", "__dict__")), "disjoint", inherited)
@@ -542,12 +545,11 @@ class Walk(Recorder):
             static = static_attribute(cls, n)
             if n in own:
                 attrs[n] = self._visit(own[n], n, at, ("attribute", n))
-            elif isinstance(static, property):
-                if static.fget is not None and is_users(static.fget):
-                    getter = self._visit(
-                        static.fget, "", NOWHERE, ("object", Held(static)), ("attribute", "fget")
-                    )
-                    special[n] = (property, getter)
+            elif isinstance(static, property | functools.cached_property):
+                of = "fget" if isinstance(static, property) else "func"
+                if is_users(get := getattr(static, of)):
+                    there: Step = ("object", Held(static))
+                    special[n] = (property, self._visit(get, "", NOWHERE, there, ("attribute", of)))
             elif isinstance(static, types.FunctionType):
                 if is_users(static):
                     attrs[n] = self._visit(static, "", at, own_class, ("attribute", n))

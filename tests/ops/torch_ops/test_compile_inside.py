@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -102,6 +103,21 @@ class SlottedNear:
         return i - j < self.window
 
 
+class Derived(SlottedNear):
+    """A slot and a dict, and a value that is computed once."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__(window)
+        self.more = window + 1
+
+    @functools.cached_property
+    def twice(self) -> int:
+        return self.window * 2
+
+    def __call__(self, b, h, i, j):
+        return (i - j < self.twice) & (j - i < self.more)
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     window: int
@@ -182,6 +198,10 @@ MADE: dict[str, Callable[[Tensor, int], Any]] = {
     "and_masks": lambda t, n: and_masks(causal, lambda b, h, i, j: i - j < n),
     "object": lambda t, n: Near(n),
     "object with slots": lambda t, n: SlottedNear(n),
+    "derived object with slots": lambda t, n: Derived(n),
+    "attrgetter": lambda t, n: (lambda get, x: lambda b, h, i, j: i - j < get(x))(
+        operator.attrgetter("window"), Near(n)
+    ),
     "frozen dataclass": lambda t, n: Frozen(n),
     "frozen dataclass with slots": lambda t, n: FrozenSlots(n),
     "method": lambda t, n: Near(n).ahead,
@@ -223,6 +243,22 @@ def test_made_inside(name: str) -> None:
     for n in (5, 6, 7, 11):
         run(*dense(), torch.rand(4), n)
     assert run.graphs <= 2
+
+
+def test_a_number_that_is_not_followed_is_an_error() -> None:
+    """Not the placeholder that a variant is traced with."""
+
+    def call(q, k, v, n):
+        near = Near(n)
+        return fa.attention(
+            q, k, v, lambda b, h, i, j: i - j < getattr(near, "".join(["win", "dow"]))
+        )
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    with pytest.raises(
+        fa.VariantError, match="reads a number of the compiled function where it is"
+    ):
+        compiled(*dense(), 5)
 
 
 def test_floats() -> None:

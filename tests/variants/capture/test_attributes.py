@@ -6,6 +6,7 @@ of users' classes, and numbers that cannot be computed from what a call captures
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
@@ -215,3 +216,45 @@ def test_numbers_that_cannot_be_computed_later():
         value(branched)
     n = 5
     assert value(branched) == -1.0
+
+
+class Slotted:
+    __slots__ = ("gain",)
+
+
+class SlotAndDict(Slotted):
+    """The slot stays a slot in objects that have a dict."""
+
+    def __init__(self):
+        self.gain, self.more = 2.0, 1.0
+
+    @functools.cached_property
+    def twice(self):
+        return self.gain * 2
+
+
+def test_slots_beside_a_dict_and_cached_properties():
+    made = SlotAndDict()
+    hook = lambda s, b, h, q, k: s * made.gain + made.more  # noqa: E731
+    assert value(hook) == 3.0
+    made.gain, made.more = 5.0, 2.0
+    assert value(hook) == 7.0
+    of_cached = lambda s, b, h, q, k: s * made.twice  # noqa: E731
+    assert value(of_cached) == 10.0
+    assert "twice" not in vars(made)  # the trace computed it in a copy
+    made.gain = 4.0
+    assert value(of_cached) == 8.0 == made.twice
+    made.gain = 3.0
+    assert value(of_cached) == 8.0  # it was computed
+
+
+def test_attributes_named_by_a_captured_string():
+    made, name = SlotAndDict(), "more"
+    hook = lambda s, b, h, q, k: s * getattr(made, name)  # noqa: E731
+    assert value(hook) == 1.0
+    made.more = 6.0
+    assert value(hook) == 6.0
+    name = "gain"
+    assert value(hook) == 2.0
+    made.gain = 3.0
+    assert value(hook) == 3.0
