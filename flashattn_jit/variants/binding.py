@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashattn_jit.errors import FlashAttnJitError, ParamError, TraceError, VariantError
+from flashattn_jit.errors import FlashAttnJitError, ParamError, VariantError
 from flashattn_jit.torch_modes import example, is_outside, outside_modes, refuse_transforms
 from flashattn_jit.variants.capture.extract import (
     Extracted,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 MAX_READERS = 64
 MAX_STRUCTURES = 4096
-MAX_WALKS = 8
 _NONE: dict[Any, Any] = {}
 _EXACT = 2**53  # float64 holds every integer up to here
 
@@ -473,18 +472,11 @@ def _traced(
     swap: Swap | None,
 ) -> tuple[Walk, Traced]:
     """The visit of all that a variant's hooks read, and their trace."""
-    for _ in range(MAX_WALKS):
-        walk = Walk(variant, params=params)
-        if swap is not None:
-            tensors, numbers = swap(tuple(walk.tensors), tuple(walk.numbers))
-            walk.tensors, walk.numbers = list(tensors), list(numbers)
-        traced = trace_variant(variant, walk, dims)
-        if traced.is_complete:
-            return walk, traced
-    raise TraceError(
-        f"each trace of {variant.name} runs functions that the trace before it has not; make the "
-        "objects and functions that its hooks use outside of them"
-    )
+    walk = Walk(variant, params=params)
+    if swap is not None:
+        tensors, numbers = swap(tuple(walk.tensors), tuple(walk.numbers))
+        walk.tensors, walk.numbers = list(tensors), list(numbers)
+    return walk, trace_variant(variant, walk, dims)
 
 
 def _check_twin(

@@ -1,16 +1,15 @@
-"""Objects that hooks capture: what is known of their classes, their attributes, copies of them."""
+"""Objects that hooks capture, and what code names: classes, attributes, copies."""
 
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import operator
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import torch
 
 from flashattn_jit.errors import TraceError
 
@@ -30,6 +29,39 @@ def is_opaque_module(name: str | None) -> bool:
     if name is None or name == "__main__" or name.startswith("flashattn_jit.variants.library"):
         return False
     return name.partition(".")[0] in _OPAQUE_PACKAGES
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that `code` and the functions inside it load as globals, and any other names."""
+    loaded, every = set(), set(code.co_names)
+    for ins in dis.get_instructions(code):
+        if ins.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            loaded.add(ins.argval)
+    consts = list(code.co_consts)
+    while consts:
+        const = consts.pop()
+        if isinstance(const, types.CodeType):
+            inner = names_in(const)
+            loaded |= inner[0]
+            every |= inner[1]
+        elif isinstance(const, str) and const.isidentifier():
+            every.add(const)  # getattr(config, "window"), vars(config)["window"]
+        elif isinstance(const, tuple | frozenset):
+            consts += const
+    return frozenset(loaded), frozenset(every)
+
+
+_FINDERS = frozenset({"getattr", "hasattr", "vars", "dir", "__dict__"})
+
+
+def asks_for_absent(code: types.CodeType) -> bool:
+    """Whether code may see that an attribute is absent: by a function, or by an exception."""
+    return (
+        not _FINDERS.isdisjoint(code.co_names)
+        or bool(getattr(code, "co_exceptiontable", True))  # Python 3.10 has none
+        or any(asks_for_absent(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    )
 
 
 def attribute(value: object, name: str) -> Any:
@@ -108,7 +140,7 @@ def dunder_names(cls: type) -> list[str]:
 
 def is_followed(owner: object) -> bool:
     """Whether the values that a method made in C reads from its object are visited."""
-    return isinstance(owner, dict | list | tuple | torch.Tensor)
+    return isinstance(owner, dict | list | tuple)
 
 
 def names_of_getter(getter: operator.attrgetter[Any] | operator.methodcaller) -> frozenset[str]:
@@ -117,18 +149,10 @@ def names_of_getter(getter: operator.attrgetter[Any] | operator.methodcaller) ->
     return frozenset(part for name in named for part in name.split("."))
 
 
-_ACCESS = ("__getitem__", "__iter__", "__len__", "__contains__", "__reversed__", "get", "keys",
-           "values", "items", "index", "count")  # fmt: skip
-
-
-def refuse_own_access(value: object, name: str) -> None:
-    """Raises TraceError for a container whose class gives its entries in a way of its own."""
-    own = [n for n in _ACCESS if is_users(static_attribute(type(value), n))]
-    if own:
-        raise TraceError(
-            f"a hook captures {name!r}, a {type(value).__name__}, whose class has a method "
-            f"{own[0]}, so that its entries cannot be followed; capture a plain tuple, list or dict"
-        )
+@functools.lru_cache(maxsize=4096)
+def raw_item(kind: Any, key: object) -> Callable[[Any], Any]:
+    """Reads an entry of a container past the methods of a class derived from `kind`."""
+    return lambda container: kind.__getitem__(container, key)
 
 
 def sequence_like(value: Any, items: list[Any]) -> Any:
@@ -137,7 +161,7 @@ def sequence_like(value: Any, items: list[Any]) -> Any:
     if kind in (list, tuple):
         return kind(items)
     if isinstance(value, list):
-        new = kind.__new__(kind)
+        new = list.__new__(kind)
         list.extend(new, items)
     else:
         try:

@@ -27,14 +27,6 @@ import torch
 
 from flashattn_jit.errors import ParamError, TraceError
 from flashattn_jit.torch_modes import refuse_unreadable
-from flashattn_jit.variants.capture.code import (
-    ALL_FIELDS,
-    EQUALS,
-    REBUILT,
-    asks_for_absent,
-    names_in,
-    run_by,
-)
 from flashattn_jit.variants.capture.extract import (
     NOWHERE,
     PARAMS,
@@ -45,6 +37,7 @@ from flashattn_jit.variants.capture.extract import (
 from flashattn_jit.variants.capture.objects import (
     ABSENT,
     View,
+    asks_for_absent,
     attribute,
     dunder_names,
     is_absent,
@@ -52,8 +45,9 @@ from flashattn_jit.variants.capture.objects import (
     is_opaque_module,
     is_plain_number,
     is_users,
+    names_in,
     names_of_getter,
-    refuse_own_access,
+    raw_item,
     sequence_like,
     shallow_copy,
     static_attribute,
@@ -64,13 +58,12 @@ from flashattn_jit.variants.params import Param
 _CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
               torch.memory_format, complex, type(Ellipsis), slice, torch.Size, range, set,
               frozenset)  # fmt: skip
-_READ_ALL = frozenset({ALL_FIELDS, "vars", "__dict__"})
+_COMPARE_TYPES = frozenset({"type", "__class__"})
 _ASK_FOR_TYPES = frozenset({"isinstance", "issubclass", "type"})
 _OF_FUNCTIONS = frozenset(dir(types.FunctionType))
 _CLASS: Any = object.__dict__["__class__"]  # sets it past a class's own __setattr__ and __class__
 _HIDDEN_BY_OWN = (types.FunctionType, Param, functools.cached_property)
 _BOUND_IN_C = (types.BuiltinFunctionType, types.MethodWrapperType)
-_NOT_AS_IN_TORCH = frozenset({"std", "var", "repeat"})  # methods of numpy's arrays
 _C_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType,
                   types.ClassMethodDescriptorType, types.BuiltinFunctionType)  # fmt: skip
 
@@ -80,6 +73,12 @@ _NO_BUILTINS: Mapping[str, object] = types.MappingProxyType({})
 
 def _target(reference: weakref.ref[Any]) -> Any:
     return reference()
+
+
+def _entry(container: Any, kind: type, key: object) -> Step:
+    """The step to an entry, past what a user's class makes of it when it is read."""
+    plain = not is_users(static_attribute(type(container), "__getitem__"))
+    return ("item", key) if plain else ("call", Held(raw_item(kind, key)))
 
 
 class Walk(Recorder):
@@ -106,14 +105,12 @@ class Walk(Recorder):
             self._reset()
             before = self.names, self._asks
             self._build = self._visit(root, "", ROOT)
-            self._visit_unvisited()
             if before == (self.names, self._asks) or not self._saw_objects:
                 break
 
     def _reset(self) -> None:
         super()._reset()
         self.codes: set[types.CodeType] = set()
-        self.frozen_codes: set[types.CodeType] = set()  # of functions that are not rebuilt
         self._seen: dict[int, tuple[int, Build]] = {}
         self._saw_objects = False
         self._frozen = False
@@ -125,11 +122,10 @@ class Walk(Recorder):
         tensors: Sequence[object],
         numbers: Sequence[object],
         builtins: Mapping[str, object] = _NO_BUILTINS,
-        made: dict[int, Any] | None = None,
     ) -> Any:
         """A copy of the root with `tensors` and `numbers` in place of the captured ones, and these
-        `builtins` in place of Python's. made: is filled with the copies, by the object's id."""
-        return self._build(Values(tensors, numbers, builtins, {} if made is None else made))
+        `builtins` in place of Python's."""
+        return self._build(Values(tensors, numbers, builtins))
 
     def without_tensors(self, shells: Sequence[torch.Tensor]) -> Walk:
         """The visit of a copy with `shells` for tensors, which keeps no module's weights alive; or
@@ -143,24 +139,14 @@ class Walk(Recorder):
         same = (again.tensor_names, again.number_names) == (self.tensor_names, self.number_names)
         return again if same else self
 
-    def _visit_unvisited(self) -> None:
-        """Visit what the visited code was seen to run (`code.Watch`): its values are constants."""
-        pending, done = [*self.codes], set[types.CodeType]()
-        while pending:
-            ran = run_by(pending.pop())
-            for code, fn in () if ran is None else [*ran.functions.items()]:
-                if code not in done:
-                    done.add(code)
-                    pending.append(code)
-                    self._visit_frozen(fn, NOWHERE, ("object", Held(fn)))
-            self.names |= frozenset() if ran is None else ran.names
-
-    def _visit_frozen(self, value: object, base: int, *path: Step) -> None:
+    def _visit_frozen(self, value: object, base: int, *path: Step) -> Build:
         """Visit a function or an object that is used as it is: the values in it are constants."""
         before = self._seen, self._frozen
         self._seen, self._frozen = {}, True
-        self._visit(value, "", base, *path)
-        self._seen, self._frozen = before
+        try:
+            return self._visit(value, "", base, *path)
+        finally:
+            self._seen, self._frozen = before
 
     # --- the visit ---------------------------------------------------------------------------
 
@@ -219,11 +205,11 @@ class Walk(Recorder):
                 return self._opaque(value, base, *steps)
             return self._namespace(value, self._at(value, base, *steps))
         if isinstance(value, _BOUND_IN_C) and is_followed(value.__self__):
-            return self._bound_in_c(value, name, self._at(value, base, *steps))
+            build = self._attempt(lambda: self._bound_in_c(value, name, base, *steps))
+            return self._opaque(value, base, *steps) if build is None else build
         if isinstance(value, weakref.ref):
-            self._guard_type(self._at(value, base, *steps))
-            target = self._visit(value(), name, base, *steps, ("call", Held(_target)))
-            return lambda p: lambda: target(p)
+            build = self._attempt(lambda: self._referenced(value, name, base, *steps))
+            return self._opaque(value, base, *steps) if build is None else build
         if isinstance(value, operator.attrgetter | operator.methodcaller):
             self.names |= names_of_getter(value)
         if isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType):
@@ -270,11 +256,9 @@ class Walk(Recorder):
     def _array(self, value: Any, name: str, at: int) -> Build:
         # Each call makes a tensor that shares the array's memory, so that writes are visible.
         self._guard_type(at)
-        for method in sorted(self.names & _NOT_AS_IN_TORCH):
-            raise TraceError(
-                f"a hook captures the array {name!r} and names {method}(), which numpy and torch "
-                "compute differently; capture torch.from_numpy(...) of the array"
-            )
+        if self._frozen:
+            self._guard(at, "is", Held(value))
+            return lambda p: value
         try:
             tensor = torch.from_numpy(value)
         except (TypeError, ValueError) as error:
@@ -285,14 +269,15 @@ class Walk(Recorder):
 
     def _constant(self, value: Any, name: str, at: int) -> Build:
         if isinstance(value, enum.Enum) and not {"value", "_value_"}.isdisjoint(self.names):
-            self._visit_frozen(value.value, at, ("attribute", "value"))
+            step: Step = ("attribute", "value")
+            self._attempt(lambda: self._visit_frozen(value.value, at, step))
         if self._asks and isinstance(value, str):
             self.names |= {value}  # getattr(config, name)
         return self._part_of_key(value, name, at)
 
     def _function(self, fn: types.FunctionType, at: int) -> Build:
         code = fn.__code__
-        (self.frozen_codes if self._frozen else self.codes).add(code)
+        self.codes.add(code)
         loaded, every = names_in(code)
         self.names |= every
         self._asks |= asks_for_absent(code)
@@ -311,7 +296,6 @@ class Walk(Recorder):
             scope = {
                 "__builtins__": fn.__globals__.get("__builtins__", builtins),
                 "__name__": fn.__globals__.get("__name__"),
-                REBUILT: True,
             }
             new = types.FunctionType(code, scope, fn.__name__, None, new_cells)
             p.made[key] = new
@@ -385,8 +369,27 @@ class Walk(Recorder):
             func(p), *(a(p) for a in args), **{k: a(p) for k, a in kwargs.items()}
         )
 
-    def _bound_in_c(self, value: Any, name: str, at: int) -> Build:
-        """A method of a container or of an object that is made in C: ``values.get``."""
+    def _attempt(self, visit: Callable[[], Build]) -> Build | None:
+        """What a visit returns, or None, without a trace of it, if it cannot be made."""
+        lists = [x for x in vars(self).values() if isinstance(x, list)]
+        lengths, seen, taken = [len(x) for x in lists], dict(self._seen), set(self._taken)
+        try:
+            return visit()
+        except (TraceError, ParamError):
+            for x, length in zip(lists, lengths, strict=True):
+                del x[length:]
+            self._seen, self._taken = seen, taken
+            return None
+
+    def _referenced(self, value: Any, name: str, base: int, *steps: Step) -> Build:
+        """What a weak reference refers to."""
+        self._guard_type(self._at(value, base, *steps))
+        target = self._visit(value(), name, base, *steps, ("call", Held(_target)))
+        return lambda p: lambda: target(p)
+
+    def _bound_in_c(self, value: Any, name: str, base: int, *steps: Step) -> Build:
+        """A method of a container: ``values.get``."""
+        at = self._at(value, base, *steps)
         self._guard_type(at)
         method = value.__name__
         self._constant(method, name, self._at(method, at, ("attribute", "__name__")))
@@ -394,10 +397,13 @@ class Walk(Recorder):
         return lambda p: getattr(owner(p), method)
 
     def _sequence(self, value: Any, name: str, at: int) -> Build:
-        refuse_own_access(value, name)
+        kind = list if isinstance(value, list) else tuple
         self._guard_type(at)
         self._guard(at, "length", len(value))
-        items = [self._visit(a, f"{name}_{i}", at, ("item", i)) for i, a in enumerate(value)]
+        items = [
+            self._visit(a, f"{name}_{i}", at, _entry(value, kind, i))
+            for i, a in enumerate(kind.__iter__(value))
+        ]
         attrs = self._container_attributes(value, at)
 
         def build(p: Values) -> Any:
@@ -409,16 +415,18 @@ class Walk(Recorder):
         return build
 
     def _dict(self, value: dict[Any, Any], name: str, at: int) -> Build:
-        keys = tuple(value)
+        keys = tuple(dict.__iter__(value))
         if len(keys) > MAX_LOCATIONS or not all(isinstance(k, str | int) for k in keys):
             raise TraceError(
                 f"a hook captures {name!r}, a dict of {len(keys)} entries; expected at most "
                 f"{MAX_LOCATIONS} with string or int keys; capture the entries that it reads"
             )
-        refuse_own_access(value, name)
         self._guard_type(at)
-        self._guard(at, "keys", keys)
-        items = [self._visit(value[k], f"{name}_{k}", at, ("item", k)) for k in keys]
+        self._guard(at, "keys", tuple(value))
+        items = [
+            self._visit(dict.__getitem__(value, k), f"{name}_{k}", at, _entry(value, dict, k))
+            for k in keys
+        ]
         attrs = self._container_attributes(value, at)
 
         def build(p: Values) -> Any:
@@ -467,7 +475,10 @@ class Walk(Recorder):
             if item is not ABSENT and not isinstance(
                 item, (property, types.ModuleType, *_C_DESCRIPTORS)
             ):
-                attrs[n] = self._visit(item, n, at, ("attribute", n))
+                if isinstance(value, type) and not self.names.isdisjoint(_COMPARE_TYPES):
+                    self._visit_frozen(item, at, ("attribute", n))  # it must stay the same class
+                else:
+                    attrs[n] = self._visit(item, n, at, ("attribute", n))
         self._guard_absent(value, at, self.names)
         changes = self._num_values() > before
         return build
@@ -502,9 +513,9 @@ class Walk(Recorder):
                     object.__setattr__(new, n, made)
                 else:
                     new.__dict__[n] = made
-            if special or "__class__" in self.names:
+            if special:
                 overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
-                overrides["__class__"] = property(lambda _: p.made.get(id(shown), shown))
+                overrides.setdefault("__class__", property(lambda _: shown))
                 # Without new slots, so that the layout is the same.
                 own_body = {"__fajit_view__": True, "__module__": cls.__module__, "__slots__": ()}
                 body = {**own_body, **overrides}
@@ -527,12 +538,6 @@ class Walk(Recorder):
         if isinstance(value, torch.nn.Module):
             wanted |= {"forward"}
         own = getattr(value, "__dict__", {})
-        if not hasattr(cls, "__fajit_names__") and (
-            not self.names.isdisjoint(_READ_ALL)
-            or (EQUALS in self.names and isinstance(value, types.SimpleNamespace))
-        ):
-            fields = getattr(cls, ALL_FIELDS, ())
-            wanted |= {n for n in (*own, *fields) if isinstance(n, str) and n.isidentifier()}
         hooks: frozenset[str] = getattr(cls, "__fajit_names__", frozenset())
         # An attribute of the object would take the place of these.
         inherited = frozenset(

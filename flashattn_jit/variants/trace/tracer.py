@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from flashattn_jit.errors import FlashAttnJitError, ParamError, TraceError
 from flashattn_jit.variants.builtins import CONTEXT
-from flashattn_jit.variants.capture.code import Watch
 from flashattn_jit.variants.capture.extract import (
     Finish,
     HostProgram,
@@ -94,8 +93,7 @@ class _Mode(TorchFunctionMode):
 class Tracer:
     """Traces the hooks of one variant; tensor and scalar slots are shared between them.
 
-    tensors, numbers: the captures of this call, in extraction order. visited: the code of functions
-    that run as they are. made: the copies of objects that the hooks use, by the object's id.
+    tensors, numbers: the captures of this call, in extraction order.
     """
 
     def __init__(
@@ -107,12 +105,9 @@ class Tracer:
         device: torch.device | None = None,
         owner: str = "hook",
         codes: Iterable[types.CodeType] = (),
-        visited: Collection[types.CodeType] = (),
     ) -> None:
         self.device = device or torch.device("cpu")
         self._owner = owner, codes
-        self.watch = Watch(visited)
-        self.made: dict[int, Any] = {}
         self._running: tuple[str, Any, types.FrameType] | None = None
         self.program = HostProgram()
         self.hosts = [
@@ -147,7 +142,7 @@ class Tracer:
         arguments = [self._input(name, row_length) for name in inputs]
         active, context = ACTIVE.set(self), CONTEXT.set(self)
         try:
-            with _Mode(self), self.watch:
+            with _Mode(self):
                 result = fn(*arguments)
             return self.emitter.builder.finish(self._result(kind, result, row_length))
         except FlashAttnJitError:
@@ -195,10 +190,6 @@ class Tracer:
             return cast(value, "bool").node
         value = cast(value, "float32")
         return (vectors.full(value) if wanted else value).node
-
-    def shown_class(self, cls: Any) -> Any:
-        """What hooks see for a class: the stand-in that they reach by its name, if there is one."""
-        return self.made.get(id(cls), cls)
 
     def __enter__(self) -> Tracer:
         """Make the tracer active outside `trace`, for code of the user's that makes hooks."""
@@ -400,7 +391,6 @@ class Traced(NamedTuple):
     finish: computes the values of the slots from captures; None where they are the captures.
     selected: the captured tensors of the slots; None if one is computed. pins: the values that the
     trace specialised on. mask_params: declared params that `mask_mod` depends on.
-    is_complete: whether the walk visited all functions that the hooks ran; if not, another does.
     """
 
     ir: ir.VariantIR
@@ -408,7 +398,6 @@ class Traced(NamedTuple):
     selected: tuple[int, ...] | None
     pins: Mapping[Source, None]
     mask_params: frozenset[str]
-    is_complete: bool
 
 
 def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
@@ -425,15 +414,14 @@ def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
 def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced:
     tracer = Tracer(
         walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, dims.device,
-        variant.name, walk.codes | walk.frozen_codes, walk.frozen_codes,
+        variant.name, walk.codes,
     )  # fmt: skip
     if not numbers:
         tracer.specialise(s for n in tracer.numbers for s in n.sources)
-    given = tracer.numbers if numbers else walk.numbers
-    view = walk.build(tracer.captured, given, STAND_INS, tracer.made)
+    view = walk.build(tracer.captured, tracer.numbers if numbers else walk.numbers, STAND_INS)
     graphs: list[tuple[str, ir.Graph]] = []
     texts: list[tuple[str, str]] = []
-    with tracer, tracer.watch:
+    with tracer:
         hooks = view.hooks()
     for kind in ir.HOOKS:
         hook = hooks.get(kind)
@@ -534,8 +522,7 @@ def _assemble(
     )
     raws = tuple(host.raw for host, _ in hosts)
     selected = None if min(raws, default=0) < 0 else raws
-    is_complete = not tracer.watch.found_any
-    return Traced(made, finish, selected, tracer.pins, mask_params, is_complete)
+    return Traced(made, finish, selected, tracer.pins, mask_params)
 
 
 def _tensor_param(host: HostTensor, sizes: Mapping[int, int], taken: set[str]) -> ir.TensorParam:

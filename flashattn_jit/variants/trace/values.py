@@ -271,9 +271,9 @@ def _is_instance(x: Any, kinds: Any) -> bool:
 
 def _type_of(x: Any, *more: Any) -> Any:
     """`type` for hooks: that of a proxy is `torch.Tensor`, that of a copy its object's."""
-    if more:
-        return type(x, *more)
-    return torch.Tensor if isinstance(x, Value | Captured) else tracer().shown_class(x.__class__)
+    return (
+        type(x, *more) if more else torch.Tensor if isinstance(x, Value | Captured) else x.__class__
+    )
 
 
 with outside_modes():
