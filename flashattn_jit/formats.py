@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -205,12 +205,10 @@ class Format:
         """
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
             raise InputError("x must be a floating tensor [..., num_kv_heads, ..., head_dim]")
-        if not -x.dim() <= heads_dim < x.dim() or heads_dim % x.dim() == x.dim() - 1:
-            raise InputError(f"heads_dim={heads_dim} is no dim of x before its last one")
+        slots, heads = _slots_dim(x.dim(), heads_dim), heads_dim % x.dim()
         self.check_head_dim("head_dim", x.shape[-1])
         x = x.detach().float()
         x = hadamard(x) if self.rotate else x
-        slots, heads = _slots_dim(x.dim(), heads_dim), heads_dim % x.dim()
         block = self._block(x, slots)
         group = self.channels or max(1, x.shape[-1])
         # [..., blocks, slots of a block, ..., groups, channels of a group]
@@ -280,6 +278,7 @@ def _codebook(numbers: object) -> tuple[float, ...]:
         raise InputError(f"a codebook is 16 numbers, the values of the codes 0 to 15; got {got}")
     if not all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers):  # type: ignore[attr-defined]
         raise InputError(f"a codebook is 16 numbers; got {numbers!r:.80}")
+    numbers = [max(-1e39, min(x, 1e39)) for x in numbers]  # type: ignore[attr-defined]
     book = tuple(torch.tensor(numbers, dtype=torch.float32, device="cpu").tolist())
     if not all(map(math.isfinite, book)) or not any(book):
         raise InputError("the numbers of a codebook must be finite, and not all 0")
@@ -288,6 +287,8 @@ def _codebook(numbers: object) -> tuple[float, ...]:
 
 def _slots_dim(rank: int, heads_dim: int) -> int:
     """The dim that counts slots: before the heads in pages and packed rows, behind dense ones."""
+    if not isinstance(heads_dim, int) or heads_dim not in (*range(-rank, -1), *range(rank - 1)):
+        raise InputError(f"heads_dim={heads_dim!r:.60} is no dim before the last of {rank}")
     heads = heads_dim % rank
     return max(heads - 1, 0) if heads == rank - 2 else rank - 2
 
@@ -315,7 +316,7 @@ def _encoded(values: Tensor, dtype: torch.dtype, book: Tensor | None) -> Tensor:
         codes = values.round() + 8.0
     else:
         ordered, order = torch.sort(book, stable=True)
-        codes = order[torch.bucketize(values, (ordered[1:] + ordered[:-1]) * 0.5)]
+        codes = order[torch.bucketize(values.contiguous(), (ordered[1:] + ordered[:-1]) * 0.5)]
     low, high = codes.to(torch.uint8).chunk(2, -1)
     return (low | (high << 4)).view(CODES4)
 
@@ -406,6 +407,10 @@ class Stored:
                 for name, value in numbers.items():
                     _check_finite(name, value)
 
+    def __reduce__(self) -> Any:
+        codes = self.codes.view(torch.uint8) if self.codes.dtype is CODES4 else self.codes
+        return Stored, (codes, *(getattr(self, f.name) for f in fields(self)[1:]))  # torch's pickle
+
     def __repr__(self) -> str:
         shapes = f"{self.codes.dtype} {list(self.codes.shape)}, {self.scales.dtype}"
         return f"Stored({shapes} {list(self.scales.shape)}, {self.decoding})"
@@ -460,8 +465,7 @@ class Stored:
         """One number a channel of scales or zeros."""
         numbers = self._of_blocks(numbers, dense).float()
         if self.block > 1:
-            at = self.codes.dim() - (2 if dense else 3)
-            numbers = numbers.repeat_interleave(self.block, at)
+            numbers = numbers.repeat_interleave(self.block, self.codes.dim() - (2 if dense else 3))
         if self.group is None:
             return numbers.unsqueeze(-1)
         return numbers.repeat_interleave(self.group, -1)
@@ -550,8 +554,7 @@ def _check_finite(name: str, numbers: Tensor) -> None:
 def _broadcasts(shape: Sequence[int], wanted: Sequence[int] | None) -> bool:
     if wanted is None or len(shape) > len(wanted):
         return False
-    sizes = zip(reversed(shape), reversed(wanted), strict=False)
-    return all(have in (1, want) for have, want in sizes)
+    return all(a in (1, b) for a, b in zip(reversed(shape), reversed(wanted), strict=False))
 
 
 def _values(codes: Tensor, book: Tensor | None) -> Tensor:
@@ -576,10 +579,8 @@ def kv_bytes(
     formats: Formats, dtypes: tuple[torch.dtype, torch.dtype], num_kv_heads: int, head_dim: int,
     head_dim_v: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """Bytes of a token's keys and of its values, with scales and zero points of their own.
-
-    dtypes: of those that have no format.
-    """
+    """Bytes of a token's keys and of its values, with scales and zero points of their own; dtypes:
+    of those that have no format."""
     keys, values = (
         num_kv_heads
         * (row_width(dim, dtype) * dtype.itemsize if form is None else form.row_bytes(dim))

@@ -123,6 +123,7 @@ VALUES: dict[str, Any] = {
     "softmax": fa.Softmax(sink=INDPTR),
     "pointwise": fa.Pointwise(torch.sigmoid),
     "cpp": fa.cpp("score + 1"),
+    "int4": fa.kv.Format("int4", zero=True).quantize(torch.randn(3, 2, 8)),
     "latent": fa.absorb_mla(torch.randn(20, 4), 2, 4, 6),
     "scaling": fa.LinearScaling(4.0),
     "doctor": fa.doctor(),

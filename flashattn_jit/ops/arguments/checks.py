@@ -16,7 +16,7 @@ from ...torch_modes import GRAD_MESSAGE, PLAIN, need_values, refuse_transforms, 
 from ...variants.ir.dtypes import KV_NAMES, row_dim
 from ...variants.ir.ir import LATENT_ROWS
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+_LARGEST_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)  # kernels compute with exp2
 INT32_MAX = 2**31 - 1
 Scale = float | torch.Tensor
 """A factor of scores: a number, or a 0-dim cpu tensor."""
@@ -263,8 +263,8 @@ def check_scale(scale: Scale | None, head_dim: int) -> float:
         raise InputError(
             f"scale must be a float, a 0-dim cpu tensor or None, got {type(scale).__name__}"
         )
-    if not abs(scale) <= _FLOAT32_MAX:  # NaN as well
-        raise InputError(f"scale={scale} must be finite as a float32")
+    if not abs(scale) <= _LARGEST_SCALE:  # NaN as well
+        raise InputError(f"scale={scale} must be finite, and at most {_LARGEST_SCALE:.4g}")
     return float(scale)
 
 

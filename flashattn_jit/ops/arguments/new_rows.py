@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from ...errors import InputError
@@ -64,6 +66,15 @@ def check_memory(
         )
     if k_pages.numel() and k_pages.data_ptr() == v_pages.data_ptr():
         raise InputError("k_pages and v_pages start at the same entry: keys would be overwritten")
+    written = sorted(
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size())
+        for t in (k_pages, v_pages, *beside)
+        if t.numel() and t.is_contiguous()
+    )
+    if any(begin < end for (_, end), (begin, _) in itertools.pairwise(written)):
+        raise InputError(
+            "k_pages, v_pages and their scales and zeros share memory: they would be overwritten"
+        )
     caches = [
         (label, cache.untyped_storage()._cdata)
         for label, cache in (("k_pages", k_pages), ("v_pages", v_pages))

@@ -102,6 +102,12 @@ def columns(rows: Codes, first: int, count: int) -> Codes:
                 f"group={group} does not divide both {first} and {count}, the channels of the "
                 "parts of rows; choose a group that does"
             )
-        scales = scales.narrow(-1, first // group, count // group)
-        zeros = None if zeros is None else zeros.narrow(-1, first // group, count // group)
+        groups = slice(first // group, (first + count) // group)
+        scales = _one_each(scales, dim // group)[..., groups]
+        zeros = None if zeros is None else _one_each(zeros, dim // group)[..., groups]
     return replace(rows, codes=rows.codes.narrow(-1, first, count), scales=scales, zeros=zeros)
+
+
+def _one_each(numbers: torch.Tensor, groups: int) -> torch.Tensor:
+    """Scales or zero points, one a group, where one for all groups may be given."""
+    return numbers.expand(*numbers.shape[:-1], groups)

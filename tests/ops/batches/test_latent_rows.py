@@ -207,6 +207,26 @@ def test_calls_take_keys_and_their_first_bytes() -> None:
     assert "head_dim 576, head_dim_v 512, float32 q, uint8 k" in str(explained)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (5, PAGE, 1, 1)])
+def test_one_scale_of_all_groups(shape: tuple[int, ...]) -> None:
+    """Where a part of the row is read alone: of keys their first columns."""
+    codes = torch.randint(-99, 99, (5, PAGE, 1, 128), dtype=torch.int8)
+    keys = fa.kv.Stored(codes, torch.full(shape, 0.01), group=64)
+    q, last = normal(1, 3, HEADS, 128), torch.tensor([3]).int()
+    paged = fa.Paged(indptr((5,)), torch.arange(5).int(), last, page_size=PAGE)
+    batch = fa.BatchAttention(
+        fa.Causal(), num_q_heads=HEADS, num_kv_heads=1, head_dim=128, head_dim_v=64, v_in_k=True,
+        q_dtype=torch.float32, kv_format=fa.kv.Format("int8", group=64),
+    )  # fmt: skip
+    batch.plan(indptr((3,)), paged)
+    rows = keys.dequantize().view(1, 1, -1, 128)[:, :, : 4 * PAGE + 3]
+    wanted = fa.attention(
+        q.transpose(0, 1)[None], rows, rows[..., :64].contiguous(), fa.Causal(), scale=SCALE,
+        q_offset="end",
+    )  # fmt: skip
+    torch.testing.assert_close(batch.run(q, keys, scale=SCALE), wanted[0].transpose(0, 1))
+
+
 def test_explanations_name_them() -> None:
     _, paged, _ = stored()
     text = made().plan(indptr(Q_LEN), paged).explain()

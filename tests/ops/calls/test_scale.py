@@ -78,12 +78,13 @@ def test_a_tensor_scales_as_its_number(name: str) -> None:
         (torch.tensor(True), r"got a tensor \[\] of torch.bool"),
         (torch.tensor(1j), "got a tensor"),
         (torch.tensor(torch.nan), "scale=nan must be finite"),
+        (-3e38, r"scale=-3e\+38 must be finite, and at most 2.359e\+38"),
         (
             torch.empty((), device="meta"),
             r"scale is on meta.*pass scale.cpu\(\), which .* or scale=1.0",
         ),
     ],
-    ids=["rank", "bool", "complex", "nan", "meta"],
+    ids=["rank", "bool", "complex", "nan", "large", "meta"],
 )
 def test_wrong_tensors_are_refused(name: str, scale: Tensor, words: str) -> None:
     with pytest.raises(fa.InputError, match=words):

@@ -403,6 +403,11 @@ def wrong_appends() -> dict[str, tuple[Any, type[Exception], str]]:
     wide = Stored(other.codes, torch.zeros(1, 1, 1).expand(PAGES, SIZE, HEADS))
     plain = torch.zeros(PAGES, SIZE, HEADS, 64, dtype=torch.bfloat16)
     taken = Stored(other.codes, one.scales)
+    memory = torch.zeros(one.scales.numel() + 1)
+    halves = [
+        Stored(cache.codes, part.view(one.scales.shape))
+        for cache, part in ((one, memory[:-1]), (other, memory[1:]))
+    ]
 
     def append(*tensors: Any, target: str | None = None, **params: Any) -> Any:
         return lambda: fa.plan_append(Q_INDPTR, PAGED, target=target).run(*tensors, **params)
@@ -419,6 +424,7 @@ def wrong_appends() -> dict[str, tuple[Any, type[Exception], str]]:
         "negated": (append(k, v, one, negated), InputError, "are not part of the op"),
         "expanded": (append(k, v, one, wide), InputError, "scales of v_pages are an expanded"),
         "same": (append(k, v, one, taken), InputError, "start at the same entry"),
+        "shared": (append(k, v, *halves), InputError, "and their scales and zeros share memory"),
         "fp32 on CUDA": (
             append(k, v, one, other, target="emulated:sm_80"), InputError,
             "on CUDA one that attention takes there",

@@ -329,7 +329,10 @@ def wrong_calls() -> dict[str, tuple[Any, str]]:
         "dtype": (lambda: Format("int8", scale_dtype=torch.float64), "scale_dtype=torch.float64"),
         "no dtype": (lambda: Format("int8", scale_dtype=1), "scale_dtype=1 must be one of"),  # type: ignore[arg-type]
         "no float": (lambda: INT8.quantize(torch.ones(2, 2).int()), "x must be a floating tensor"),
-        "heads_dim": (lambda: INT8.quantize(rows, heads_dim=2), "heads_dim=2 is no dim of x"),
+        "heads_dim": (lambda: INT8.quantize(rows, heads_dim=2), "heads_dim=2 is no dim before"),
+        "no heads_dim": (lambda: INT8.quantize(rows, heads_dim="x"), "heads_dim='x' is no dim"),  # type: ignore[arg-type]
+        "far heads_dim": (lambda: stored.dequantize(heads_dim=9), "heads_dim=9 is no dim before"),
+        "huge": (lambda: Format([10**400] + [0] * 15), "of a codebook must be finite"),
         "codes": (lambda: Stored(rows, rows[..., 0]), "codes must be a tensor of int8"),
         "scales": (lambda: Stored(stored.codes, stored.codes[..., 0]), "scales must be a tensor"),
         "shape": (

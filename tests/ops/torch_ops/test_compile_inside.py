@@ -248,17 +248,13 @@ def test_made_inside(name: str) -> None:
 def test_a_number_that_is_not_followed_is_an_error() -> None:
     """Not the placeholder that a variant is traced with."""
 
-    def call(q, k, v, n):
-        near = Near(n)
-        return fa.attention(
-            q, k, v, lambda b, h, i, j: i - j < getattr(near, "".join(["win", "dow"]))
-        )
+    def call(q, k, v, gain, name):
+        settings = Settings(gain, q)
+        return fa.attention(q, k, v, lambda s, b, h, i, j: s * getattr(settings, "".join(name)))
 
     compiled = torch.compile(call, backend="eager", fullgraph=True)
-    with pytest.raises(
-        fa.VariantError, match="reads a number of the compiled function where it is"
-    ):
-        compiled(*dense(), 5)
+    with pytest.raises(fa.VariantError, match="reads a number of the compiled function where it"):
+        compiled(*dense(), 0.5, ["ga", "in"])
 
 
 def test_floats() -> None:
