@@ -287,7 +287,7 @@ def _codebook(numbers: object) -> tuple[float, ...]:
 
 def _slots_dim(rank: int, heads_dim: int) -> int:
     """The dim that counts slots: before the heads in pages and packed rows, behind dense ones."""
-    if not isinstance(heads_dim, int) or heads_dim not in (*range(-rank, -1), *range(rank - 1)):
+    if heads_dim not in range(-rank, rank) or heads_dim % rank == rank - 1:
         raise InputError(f"heads_dim={heads_dim!r:.60} is no dim before the last of {rank}")
     heads = heads_dim % rank
     return max(heads - 1, 0) if heads == rank - 2 else rank - 2

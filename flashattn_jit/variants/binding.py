@@ -222,10 +222,7 @@ def bind(
         values = resolve(declared, dims, params, variant.name)
     found = _look_up(variant, dims, values, swap)
     if found is None:
-        bound = _bind_new(variant, dims, declared, values, swap)
-        if variant._twin is not None:
-            _check_twin(variant, variant._twin, dims, params, swap)
-        return bound
+        return _bind_new(variant, dims, declared, values, swap, params)
     result, _, (_, tensors, numbers) = found
     return _finish(result, tensors, numbers, dims)
 
@@ -440,10 +437,15 @@ def _bind_new(
     declared: Sequence[Declared],
     values: Sequence[Any],
     swap: Swap | None,
+    params: Mapping[str, object],
 ) -> Bound:
     # Autocast and inference mode are not part of the key, but would change the prelude's results.
     with _lock, outside_modes():
-        walk, traced = _traced(variant, dims, param_locations(declared, values), swap)
+        walk, traced = _traced(variant, dims, declared, values, swap)
+        if (twin := variant._twin) is not None:
+            twin_values = resolve(twin._declared, dims, params, twin.name)
+            again = _traced(twin, dims, twin._declared, twin_values, swap)
+            _check_equal(variant.name, (walk, traced), again)
         reader = _reader_for(variant, walk)
         found = reader.extract(variant, values)
         assert found is not None, walk.locations
@@ -468,32 +470,28 @@ def _bind_new(
 def _traced(
     variant: Variant,
     dims: Dims,
-    params: dict[int, dict[str, tuple[int, str, object]]],
+    declared: Sequence[Declared],
+    values: Sequence[Any],
     swap: Swap | None,
 ) -> tuple[Walk, Traced]:
     """The visit of all that a variant's hooks read, and their trace."""
-    walk = Walk(variant, params=params)
+    walk = Walk(variant, params=param_locations(declared, values))
     if swap is not None:
         tensors, numbers = swap(tuple(walk.tensors), tuple(walk.numbers))
         walk.tensors, walk.numbers = list(tensors), list(numbers)
     return walk, trace_variant(variant, walk, dims)
 
 
-def _check_twin(
-    variant: Variant, twin: Variant, dims: Dims, params: Mapping[str, object], swap: Swap | None
-) -> None:
-    """Raises VariantError where a placeholder of a variant is part of its trace: see `_twin`."""
-    found = []
-    with _lock, outside_modes():
-        for one in (variant, twin):
-            values = resolve(one._declared, dims, params, one.name)
-            walk, traced = _traced(one, dims, param_locations(one._declared, values), swap)
-            found.append((walk.numbers, traced.ir))
+def _check_equal(name: str, one: tuple[Walk, Traced], other: tuple[Walk, Traced]) -> None:
+    """Raises VariantError where a variant of placeholders and its twin have other graphs: then a
+    placeholder, and not the number that it stands for, is a part of them."""
+    # As texts, in which NaN equals NaN.
+    found = [(repr(walk.numbers), repr(traced.ir)) for walk, traced in (one, other)]
     if found[0] != found[1]:
         raise VariantError(
-            f"a hook of {variant.name} reads a number of the compiled function where it is not "
-            "followed, such as an attribute whose name is computed; make the variant outside of "
-            "the compiled function, with fa.variant(...)"
+            f"a hook of {name} reads a number of the compiled function where it is not followed, "
+            "such as an attribute whose name is computed; make the variant outside of the compiled "
+            "function, with fa.variant(...)"
         )
 
 

@@ -123,7 +123,8 @@ class Variant:
     _shape: Any
     _declared: tuple[Declared, ...]
     _twin: Variant | None = None
-    """Of a variant whose numbers are placeholders: one with others, which has equal graphs."""
+    """Of a variant whose numbers are placeholders: the same with other placeholders, whose graphs
+    are equal unless a hook reads a placeholder where it is not replaced."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -412,8 +413,7 @@ def positional_count(fn: Any) -> int | None:
     if type(fn) is types.FunctionType:
         code = fn.__code__
         if code.co_flags & inspect.CO_VARARGS:
-            wrapped = fn.__dict__.get("__wrapped__")
-            return None if wrapped is None else positional_count(wrapped)
+            return None
         return code.co_argcount - len(fn.__defaults__ or ())
     if isinstance(fn, torch.nn.Module):
         return positional_count(fn.forward)
@@ -559,11 +559,15 @@ def as_variant(x: Any) -> Variant:
             f"expected a Variant, a score_mod or a mask_mod function, got {type(x).__name__}"
             f"{remedy}"
         )
-    hook = _BY_ARITY.get(positional_count(x) or 0)
+    count = positional_count(x)
+    if count is None:  # a decorated function is told by what it wraps
+        wrapped = attribute(x, "__wrapped__")
+        count = positional_count(wrapped) if callable(wrapped) else None
+    hook = _BY_ARITY.get(count or 0)
     if hook is None:
         raise VariantError(
             f"a bare function must take 4 arguments (mask_mod: b, h, q_idx, kv_idx) or 5 "
-            f"(score_mod: score first), got {positional_count(x)}"
+            f"(score_mod: score first), got {count}"
         )
     return FunctionVariant({hook: x}, _name_of({hook: x}))
 

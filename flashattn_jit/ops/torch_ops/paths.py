@@ -85,7 +85,7 @@ class Paths:
                 if index is not None:
                     found.setdefault(index, set()).update(
                         n for n in names
-                        # Reading it would compute it.
+                        # Traced code reads these attributes, which would compute this one.
                         if not isinstance(static_attribute(cls, n), functools.cached_property)
                     )  # fmt: skip
         return tuple((index, tuple(sorted(names))) for index, names in found.items())

@@ -266,7 +266,7 @@ class _MadeSite:
         # All placeholder numbers differ: a number identifies its input.
         floats, ints = _placeholders(_STAND_IN, num_floats, num_ints)
         variant, outside = self._of_values(shells, floats, ints)
-        others = _placeholders(1000, num_floats, num_ints)
+        others = _placeholders(3, num_floats, num_ints)  # also others than limits of hooks
         twin, _ = self._of_values(shells, *others)
         if twin is not variant and floats + ints:
             variant.__dict__["_twin"] = twin

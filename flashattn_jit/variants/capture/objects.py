@@ -8,7 +8,7 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from flashattn_jit.errors import TraceError
@@ -96,6 +96,12 @@ class View:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_base"](*args, **kwargs)
 
+    def __eq__(self, other: object) -> bool:
+        return other is self or self.__dict__["_base"] == other
+
+    def __hash__(self) -> int:
+        return hash(self.__dict__["_base"])
+
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, self.__dict__["_base"])
 
@@ -138,21 +144,10 @@ def dunder_names(cls: type) -> list[str]:
     return sorted(n for n in names - _NOT_CALLED_BY_HOOKS if is_users(static_attribute(cls, n)))
 
 
-def is_followed(owner: object) -> bool:
-    """Whether the values that a method made in C reads from its object are visited."""
-    return isinstance(owner, dict | list | tuple)
-
-
 def names_of_getter(getter: operator.attrgetter[Any] | operator.methodcaller) -> frozenset[str]:
     """The attributes that a getter of the module operator reads."""
     named = [x for x in getter.__reduce__()[1] if isinstance(x, str)]
     return frozenset(part for name in named for part in name.split("."))
-
-
-@functools.lru_cache(maxsize=4096)
-def raw_item(kind: Any, key: object) -> Callable[[Any], Any]:
-    """Reads an entry of a container past the methods of a class derived from `kind`."""
-    return lambda container: kind.__getitem__(container, key)
 
 
 def sequence_like(value: Any, items: list[Any]) -> Any:

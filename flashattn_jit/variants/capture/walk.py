@@ -41,13 +41,11 @@ from flashattn_jit.variants.capture.objects import (
     attribute,
     dunder_names,
     is_absent,
-    is_followed,
     is_opaque_module,
     is_plain_number,
     is_users,
     names_in,
     names_of_getter,
-    raw_item,
     sequence_like,
     shallow_copy,
     static_attribute,
@@ -58,27 +56,15 @@ from flashattn_jit.variants.params import Param
 _CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
               torch.memory_format, complex, type(Ellipsis), slice, torch.Size, range, set,
               frozenset)  # fmt: skip
-_COMPARE_TYPES = frozenset({"type", "__class__"})
 _ASK_FOR_TYPES = frozenset({"isinstance", "issubclass", "type"})
 _OF_FUNCTIONS = frozenset(dir(types.FunctionType))
 _CLASS: Any = object.__dict__["__class__"]  # sets it past a class's own __setattr__ and __class__
 _HIDDEN_BY_OWN = (types.FunctionType, Param, functools.cached_property)
-_BOUND_IN_C = (types.BuiltinFunctionType, types.MethodWrapperType)
 _C_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType,
                   types.ClassMethodDescriptorType, types.BuiltinFunctionType)  # fmt: skip
 
 
 _NO_BUILTINS: Mapping[str, object] = types.MappingProxyType({})
-
-
-def _target(reference: weakref.ref[Any]) -> Any:
-    return reference()
-
-
-def _entry(container: Any, kind: type, key: object) -> Step:
-    """The step to an entry, past what a user's class makes of it when it is read."""
-    plain = not is_users(static_attribute(type(container), "__getitem__"))
-    return ("item", key) if plain else ("call", Held(raw_item(kind, key)))
 
 
 class Walk(Recorder):
@@ -122,10 +108,11 @@ class Walk(Recorder):
         tensors: Sequence[object],
         numbers: Sequence[object],
         builtins: Mapping[str, object] = _NO_BUILTINS,
+        made: dict[int, Any] | None = None,
     ) -> Any:
         """A copy of the root with `tensors` and `numbers` in place of the captured ones, and these
-        `builtins` in place of Python's."""
-        return self._build(Values(tensors, numbers, builtins))
+        `builtins` in place of Python's. made: is filled with the copies, by the object's id."""
+        return self._build(Values(tensors, numbers, builtins, {} if made is None else made))
 
     def without_tensors(self, shells: Sequence[torch.Tensor]) -> Walk:
         """The visit of a copy with `shells` for tensors, which keeps no module's weights alive; or
@@ -138,15 +125,6 @@ class Walk(Recorder):
         again = Walk(root, self.names)
         same = (again.tensor_names, again.number_names) == (self.tensor_names, self.number_names)
         return again if same else self
-
-    def _visit_frozen(self, value: object, base: int, *path: Step) -> Build:
-        """Visit a function or an object that is used as it is: the values in it are constants."""
-        before = self._seen, self._frozen
-        self._seen, self._frozen = {}, True
-        try:
-            return self._visit(value, "", base, *path)
-        finally:
-            self._seen, self._frozen = before
 
     # --- the visit ---------------------------------------------------------------------------
 
@@ -204,12 +182,6 @@ class Walk(Recorder):
             if is_opaque_module(module):
                 return self._opaque(value, base, *steps)
             return self._namespace(value, self._at(value, base, *steps))
-        if isinstance(value, _BOUND_IN_C) and is_followed(value.__self__):
-            build = self._attempt(lambda: self._bound_in_c(value, name, base, *steps))
-            return self._opaque(value, base, *steps) if build is None else build
-        if isinstance(value, weakref.ref):
-            build = self._attempt(lambda: self._referenced(value, name, base, *steps))
-            return self._opaque(value, base, *steps) if build is None else build
         if isinstance(value, operator.attrgetter | operator.methodcaller):
             self.names |= names_of_getter(value)
         if isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType):
@@ -226,9 +198,6 @@ class Walk(Recorder):
 
     def _tensor(self, value: torch.Tensor, name: str, at: int) -> Build:
         refuse_unreadable(name, value)
-        if self._frozen:
-            self._guard(at, "alive", Held(weakref.ref(value)))
-            return lambda p: value
         index = len(self.tensors)
         self.tensors.append(value)
         self.tensor_names.append(self._unique(name))
@@ -256,9 +225,6 @@ class Walk(Recorder):
     def _array(self, value: Any, name: str, at: int) -> Build:
         # Each call makes a tensor that shares the array's memory, so that writes are visible.
         self._guard_type(at)
-        if self._frozen:
-            self._guard(at, "is", Held(value))
-            return lambda p: value
         try:
             tensor = torch.from_numpy(value)
         except (TypeError, ValueError) as error:
@@ -268,9 +234,6 @@ class Walk(Recorder):
         return self._tensor(tensor, name, self._at(tensor, at, ("call", Held(torch.from_numpy))))
 
     def _constant(self, value: Any, name: str, at: int) -> Build:
-        if isinstance(value, enum.Enum) and not {"value", "_value_"}.isdisjoint(self.names):
-            step: Step = ("attribute", "value")
-            self._attempt(lambda: self._visit_frozen(value.value, at, step))
         if self._asks and isinstance(value, str):
             self.names |= {value}  # getattr(config, name)
         return self._part_of_key(value, name, at)
@@ -369,41 +332,10 @@ class Walk(Recorder):
             func(p), *(a(p) for a in args), **{k: a(p) for k, a in kwargs.items()}
         )
 
-    def _attempt(self, visit: Callable[[], Build]) -> Build | None:
-        """What a visit returns, or None, without a trace of it, if it cannot be made."""
-        lists = [x for x in vars(self).values() if isinstance(x, list)]
-        lengths, seen, taken = [len(x) for x in lists], dict(self._seen), set(self._taken)
-        try:
-            return visit()
-        except (TraceError, ParamError):
-            for x, length in zip(lists, lengths, strict=True):
-                del x[length:]
-            self._seen, self._taken = seen, taken
-            return None
-
-    def _referenced(self, value: Any, name: str, base: int, *steps: Step) -> Build:
-        """What a weak reference refers to."""
-        self._guard_type(self._at(value, base, *steps))
-        target = self._visit(value(), name, base, *steps, ("call", Held(_target)))
-        return lambda p: lambda: target(p)
-
-    def _bound_in_c(self, value: Any, name: str, base: int, *steps: Step) -> Build:
-        """A method of a container: ``values.get``."""
-        at = self._at(value, base, *steps)
-        self._guard_type(at)
-        method = value.__name__
-        self._constant(method, name, self._at(method, at, ("attribute", "__name__")))
-        owner = self._visit(value.__self__, name, at, ("attribute", "__self__"))
-        return lambda p: getattr(owner(p), method)
-
     def _sequence(self, value: Any, name: str, at: int) -> Build:
-        kind = list if isinstance(value, list) else tuple
         self._guard_type(at)
         self._guard(at, "length", len(value))
-        items = [
-            self._visit(a, f"{name}_{i}", at, _entry(value, kind, i))
-            for i, a in enumerate(kind.__iter__(value))
-        ]
+        items = [self._visit(a, f"{name}_{i}", at, ("item", i)) for i, a in enumerate(value)]
         attrs = self._container_attributes(value, at)
 
         def build(p: Values) -> Any:
@@ -415,18 +347,15 @@ class Walk(Recorder):
         return build
 
     def _dict(self, value: dict[Any, Any], name: str, at: int) -> Build:
-        keys = tuple(dict.__iter__(value))
+        keys = tuple(value)
         if len(keys) > MAX_LOCATIONS or not all(isinstance(k, str | int) for k in keys):
             raise TraceError(
                 f"a hook captures {name!r}, a dict of {len(keys)} entries; expected at most "
                 f"{MAX_LOCATIONS} with string or int keys; capture the entries that it reads"
             )
         self._guard_type(at)
-        self._guard(at, "keys", tuple(value))
-        items = [
-            self._visit(dict.__getitem__(value, k), f"{name}_{k}", at, _entry(value, dict, k))
-            for k in keys
-        ]
+        self._guard(at, "keys", keys)
+        items = [self._visit(value[k], f"{name}_{k}", at, ("item", k)) for k in keys]
         attrs = self._container_attributes(value, at)
 
         def build(p: Values) -> Any:
@@ -475,10 +404,7 @@ class Walk(Recorder):
             if item is not ABSENT and not isinstance(
                 item, (property, types.ModuleType, *_C_DESCRIPTORS)
             ):
-                if isinstance(value, type) and not self.names.isdisjoint(_COMPARE_TYPES):
-                    self._visit_frozen(item, at, ("attribute", n))  # it must stay the same class
-                else:
-                    attrs[n] = self._visit(item, n, at, ("attribute", n))
+                attrs[n] = self._visit(item, n, at, ("attribute", n))
         self._guard_absent(value, at, self.names)
         changes = self._num_values() > before
         return build
@@ -583,8 +509,14 @@ class Walk(Recorder):
         """Visit what ``super().name`` reaches, which is not rebuilt: its numbers are constants."""
         if "__class__" not in found.__code__.co_freevars:
             return
+        frozen, self._frozen = self._frozen, True
         for base in cls.__mro__:
             static = base.__dict__.get(name)
             if static is not found and is_users(static):
-                path: tuple[Step, ...] = (("attribute", "__dict__"), ("item", name))
-                self._visit_frozen(static, NOWHERE, ("object", Held(base)), *path)
+                path: tuple[Step, ...] = (
+                    ("object", Held(base)),
+                    ("attribute", "__dict__"),
+                    ("item", name),
+                )
+                self._visit(static, "", NOWHERE, *path)
+        self._frozen = frozen

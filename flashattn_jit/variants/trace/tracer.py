@@ -93,7 +93,8 @@ class _Mode(TorchFunctionMode):
 class Tracer:
     """Traces the hooks of one variant; tensor and scalar slots are shared between them.
 
-    tensors, numbers: the captures of this call, in extraction order.
+    tensors, numbers: the captures of this call, in extraction order. made: what stands for the
+    objects and classes that hooks use, by the object's id.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Tracer:
     ) -> None:
         self.device = device or torch.device("cpu")
         self._owner = owner, codes
+        self.made: dict[int, Any] = {}
         self._running: tuple[str, Any, types.FrameType] | None = None
         self.program = HostProgram()
         self.hosts = [
@@ -418,7 +420,8 @@ def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced
     )  # fmt: skip
     if not numbers:
         tracer.specialise(s for n in tracer.numbers for s in n.sources)
-    view = walk.build(tracer.captured, tracer.numbers if numbers else walk.numbers, STAND_INS)
+    given = tracer.numbers if numbers else walk.numbers
+    view = walk.build(tracer.captured, given, STAND_INS, tracer.made)
     graphs: list[tuple[str, ir.Graph]] = []
     texts: list[tuple[str, str]] = []
     with tracer:

@@ -271,9 +271,11 @@ def _is_instance(x: Any, kinds: Any) -> bool:
 
 def _type_of(x: Any, *more: Any) -> Any:
     """`type` for hooks: that of a proxy is `torch.Tensor`, that of a copy its object's."""
-    return (
-        type(x, *more) if more else torch.Tensor if isinstance(x, Value | Captured) else x.__class__
-    )
+    if more:
+        return type(x, *more)
+    # A hook compares it with what it reaches by the class's name, which may be a stand-in.
+    own = x.__class__
+    return torch.Tensor if isinstance(x, Value | Captured) else tracer().made.get(id(own), own)
 
 
 with outside_modes():

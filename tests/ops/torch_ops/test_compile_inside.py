@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 import operator
 import weakref
 from collections.abc import Callable
@@ -253,8 +254,9 @@ def test_a_number_that_is_not_followed_is_an_error() -> None:
         return fa.attention(q, k, v, lambda s, b, h, i, j: s * getattr(settings, "".join(name)))
 
     compiled = torch.compile(call, backend="eager", fullgraph=True)
-    with pytest.raises(fa.VariantError, match="reads a number of the compiled function where it"):
-        compiled(*dense(), 0.5, ["ga", "in"])
+    for gain in (0.5, 0.5, 0.25):
+        with pytest.raises(fa.VariantError, match="reads a number of the compiled function where"):
+            compiled(*dense(), gain, ["ga", "in"])
 
 
 def test_floats() -> None:
@@ -262,6 +264,16 @@ def test_floats() -> None:
     for x in (1.5, 2.25, -0.5, 3.0):
         run(*dense(), x)
     assert run.graphs <= 2
+
+
+def test_nan_beside_a_number() -> None:
+    run = Compiled(
+        lambda q, k, v, x: fa.attention(
+            q, k, v, lambda s, b, h, i, j: torch.where(j > i + 1000, math.nan, s * x)
+        )
+    )
+    for x in (1.5, 2.25):
+        run(*dense(), x)
 
 
 def test_flags_are_structure() -> None:
