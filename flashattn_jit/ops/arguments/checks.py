@@ -264,7 +264,7 @@ def check_scale(scale: Scale | None, head_dim: int) -> float:
             f"scale must be a float, a 0-dim cpu tensor or None, got {type(scale).__name__}"
         )
     if not abs(scale) <= _LARGEST_SCALE:  # NaN as well
-        raise InputError(f"scale={scale} must be finite, and at most {_LARGEST_SCALE:.4g}")
+        raise InputError(f"scale={scale} must be finite as a float32, at most {_LARGEST_SCALE:.4g}")
     return float(scale)
 
 

@@ -137,6 +137,6 @@ def test_the_largest_scale() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, scale=2.3e38)
     torch.testing.assert_close(out, expected)
     with pytest.raises(
-        fa.InputError, match=r"scale=-3e\+38 must be finite, and at most 2.359e\+38"
+        fa.InputError, match=r"scale=-3e\+38 must be finite as a float32, at most 2.359e\+38"
     ):
         fa.attention(q, k, k, scale=-3e38)
