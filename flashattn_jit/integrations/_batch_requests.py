@@ -152,10 +152,9 @@ def requests_of(
         tokens = read_tokens(f"prompts[{i}]", prompt)
         if not len(tokens):
             raise InputError(f"prompts[{i}] is empty; a prompt has at least one token")
-        if vocabulary is not None and int(tokens.max()) >= vocabulary:
+        if vocabulary is not None and (largest := int(tokens.max())) >= vocabulary:
             raise InputError(
-                f"prompts[{i}] has token {int(tokens.max())}, but the model's ids end at "
-                f"{vocabulary - 1}"
+                f"prompts[{i}] has token {largest}, but the model's ids end at {vocabulary - 1}"
             )
         count = check_int(f"max_new_tokens[{i}]", count, 1)
         generator = None

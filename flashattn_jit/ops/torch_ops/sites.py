@@ -338,8 +338,7 @@ def _live_site(use: Use, outline: Outline, count: int, outside: Sequence[Any]) -
     absent, keys = (paths.absent(), paths.keys()) if compiled else ((), ())
     frozen = _Frozen(chosen, walk, given) if use == "exported" else None
     replaced = [i for i, index in enumerate(reached) if index is not None]
-    captured = len(walk.tensors), len(walk.numbers)
-    site = _LiveSite(outline, count, outside, captured, replaced, frozen)
+    site = _LiveSite(outline, count, outside, len(reached), replaced, frozen)
     return SiteInfo(
         _number(site, use),
         tuple(paths.made),
@@ -366,7 +365,7 @@ class _LiveSite:
         outline: Outline,
         count: int,
         outside: Sequence[Any],
-        num_captured: tuple[int, int],
+        num_captured: int,
         replaced: Sequence[int],
         frozen: _Frozen | None,
     ) -> None:
@@ -388,11 +387,10 @@ class _LiveSite:
         again = "call torch.compiler.reset()" if self._frozen is None else "export the call again"
 
         def put(captured: Any, numbers: Any) -> Any:
-            counts = len(captured), len(numbers)
-            if counts != self._num_captured:
+            if len(captured) != self._num_captured:
                 raise VariantError(
-                    "the variant captured {} tensors and {} numbers when the call was traced, "
-                    "and captures {} and {} now; {}".format(*self._num_captured, *counts, again)
+                    f"the variant captured {self._num_captured} tensors when the call was traced, "
+                    f"and captures {len(captured)} now; {again}"
                 )
             out = list(captured)
             own = [captured[i] for i in self._replaced]

@@ -443,9 +443,8 @@ class Walk(Recorder):
                 overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
                 overrides.setdefault("__class__", property(lambda _: shown))
                 # Without new slots, so that the layout is the same.
-                own_body = {"__fajit_view__": True, "__module__": cls.__module__, "__slots__": ()}
-                body = {**own_body, **overrides}
-                _CLASS.__set__(new, type(cls.__name__, (cls,), body))
+                overrides.update(__fajit_view__=True, __module__=cls.__module__, __slots__=())
+                _CLASS.__set__(new, type(cls.__name__, (cls,), overrides))
             if "_declared" in own:  # a variant: its params belong to the copies
                 declared = [
                     d._replace(owner=p.made.get(id(d.owner), d.owner)) for d in own["_declared"]

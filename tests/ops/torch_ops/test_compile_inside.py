@@ -10,10 +10,9 @@ import dataclasses
 import functools
 import gc
 import math
-import operator
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -94,49 +93,6 @@ class Slotted:
     window: int
 
 
-class SlottedNear:
-    __slots__ = ("window",)
-
-    def __init__(self, window: int) -> None:
-        self.window = window
-
-    def __call__(self, b, h, i, j):
-        return i - j < self.window
-
-
-class Derived(SlottedNear):
-    """A slot and a dict, and a value that is computed once."""
-
-    def __init__(self, window: int) -> None:
-        super().__init__(window)
-        self.more = window + 1
-
-    @functools.cached_property
-    def twice(self) -> int:
-        return self.window * 2
-
-    def __call__(self, b, h, i, j):
-        return (i - j < self.twice) & (j - i < self.more)
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    window: int
-    more: int = 2
-    scale: ClassVar[int] = 3
-
-    def __call__(self, b, h, i, j):
-        return (i - j) * self.scale < self.window * self.more
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FrozenSlots:
-    window: int
-
-    def __call__(self, b, h, i, j):
-        return i - j < self.window
-
-
 BEFORE = Declared(torch.linspace(0.5, 1.0, 4), 9)
 ALIBI = fa.ALiBi(slopes=torch.linspace(0.2, 0.8, 4))
 NEAR = Near(7)
@@ -198,13 +154,6 @@ MADE: dict[str, Callable[[Tensor, int], Any]] = {
     ),
     "and_masks": lambda t, n: and_masks(causal, lambda b, h, i, j: i - j < n),
     "object": lambda t, n: Near(n),
-    "object with slots": lambda t, n: SlottedNear(n),
-    "derived object with slots": lambda t, n: Derived(n),
-    "attrgetter": lambda t, n: (lambda get, x: lambda b, h, i, j: i - j < get(x))(
-        operator.attrgetter("window"), Near(n)
-    ),
-    "frozen dataclass": lambda t, n: Frozen(n),
-    "frozen dataclass with slots": lambda t, n: FrozenSlots(n),
     "method": lambda t, n: Near(n).ahead,
     "method of a global": lambda t, n: NEAR.ahead,
     "containers": containers,
@@ -244,19 +193,6 @@ def test_made_inside(name: str) -> None:
     for n in (5, 6, 7, 11):
         run(*dense(), torch.rand(4), n)
     assert run.graphs <= 2
-
-
-def test_a_number_that_is_not_followed_is_an_error() -> None:
-    """Not the placeholder that a variant is traced with."""
-
-    def call(q, k, v, gain, name):
-        settings = Settings(gain, q)
-        return fa.attention(q, k, v, lambda s, b, h, i, j: s * getattr(settings, "".join(name)))
-
-    compiled = torch.compile(call, backend="eager", fullgraph=True)
-    for gain in (0.5, 0.5, 0.25):
-        with pytest.raises(fa.VariantError, match="reads a number of the compiled function where"):
-            compiled(*dense(), gain, ["ga", "in"])
 
 
 def test_floats() -> None:

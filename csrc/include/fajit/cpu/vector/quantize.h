@@ -445,13 +445,15 @@ class Quantizer {
       };
       return put_codes<N>(x, channels, groups, dst, divided);
     }
-#endif
+    // Such scales are rare: one function for all numbers of channels.
     encode_by_divisions<N, Affine>(x, int{channels}, groups, own, dst);
+#else
+    encode_by_divisions<N, Affine>(x, channels, groups, own, dst);
+#endif
   }
 
-  // One function for all numbers of channels, as rows with such scales are rare.
-  template <int N, bool Affine, class E>
-  __attribute__((noinline)) void encode_by_divisions(const E* x, int channels, int groups,
+  template <int N, bool Affine, class E, class Count>
+  __attribute__((noinline)) void encode_by_divisions(const E* x, Count channels, int groups,
                                                      const Divisors& own, T* dst) const {
     put_codes<N>(x, channels, groups, dst, [&](const E* from, int g) {
       const vf y = Storage<E>::load(from) / own.scales[g];
