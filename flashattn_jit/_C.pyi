@@ -191,7 +191,8 @@ class BatchLengths:
     """The requests of a batch, read and checked: see csrc/scheduler/batch_plan.h, read_lengths.
 
     whole_q_len: where requests are parts of longer ones, the q_len of those, by which kinds and row
-    tiles are chosen. Raises ValueError, which names the array and the request.
+    tiles are chosen. group_size, max_q_tokens: bounds of the packed rows of a request and of the
+    packed tokens; 0: none of a request. Raises ValueError, which names the array and the request.
     """
 
     def __init__(
@@ -201,6 +202,8 @@ class BatchLengths:
         q_offset: _Array | None = None,
         levels: Sequence[_Level] = (),
         whole_q_len: _Array | None = None,
+        group_size: int = 0,
+        max_q_tokens: int = 2**31 - 1,
     ) -> None: ...
     @staticmethod
     def dense(
@@ -436,24 +439,11 @@ class BatchCall:
         plan within them."""
 
     def launch(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int,
-        scale: float,
-        num_threads: int,
-        tensors: Sequence[int] = (),
-        scalars: Sequence[int | float] = (),
-        workspace: int = 0,
-        states: int = 0,
-        page_indices: int = 0,
-        key_blocks: int = 0,
-        device_block: int = 0,
-        stream: int = 0,
-        device: int = 0,
-    ) -> None:
+        self, q: int, k: int, v: int, out: int, lse: int, scale: float, num_threads: int,
+        tensors: Sequence[int] = (), scalars: Sequence[int | float] = (), workspace: int = 0,
+        states: int = 0, page_indices: int = 0, key_blocks: int = 0, device_block: int = 0,
+        stream: int = 0, device: int = 0,
+    ) -> None:  # fmt: skip
         """Runs the kernels, then their merge, without the GIL.
 
         CUDA artifacts are enqueued on `stream` of `device`; their addresses are the device's.
@@ -462,24 +452,11 @@ class BatchCall:
         """
 
     def plan_launches(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int,
-        scale: float,
-        num_threads: int,
-        tensors: Sequence[int] = (),
-        scalars: Sequence[int | float] = (),
-        workspace: int = 0,
-        states: int = 0,
-        page_indices: int = 0,
-        key_blocks: int = 0,
-        device_block: int = 0,
-        stream: int = 0,
-        device: int = 0,
-    ) -> list[tuple[Module, Launch]]:
+        self, q: int, k: int, v: int, out: int, lse: int, scale: float, num_threads: int,
+        tensors: Sequence[int] = (), scalars: Sequence[int | float] = (), workspace: int = 0,
+        states: int = 0, page_indices: int = 0, key_blocks: int = 0, device_block: int = 0,
+        stream: int = 0, device: int = 0,
+    ) -> list[tuple[Module, Launch]]:  # fmt: skip
         """The launches of `launch` with these arguments as data, each with its module.
 
         CUDA artifacts only; needs no driver.
@@ -533,6 +510,33 @@ class RepeatedCall:
         None, with nothing done, as for `run`, and where the call differs from the repeated one in
         what it asks for, in the number of threads, or in what the variant is bound to; where params
         is no dict.
+        """
+
+class RepeatedAppend:
+    """A bound append on the host that is made again, with other tensors of the same layouts.
+
+    layouts: of k, v, k_pages and v_pages, then of scales, zeros and codebook beside the codes of k
+    and of v, None for what does not exist. packed: whether pages are codes of 4 bits. params: of
+    the tensors that the variant reads. captured: a `Captured` of variants/binding.py. address: of
+    page_indices. scalars: of the kernel. Immutable: threads may share it.
+    """
+
+    def __init__(
+        self, call: BatchCall, layouts: Sequence[_TensorLayout | None], *,
+        packed: tuple[bool, bool], params: Sequence[_TensorLayout], captured: tuple[Any, ...],
+        page_indices: torch.Tensor, address: int, scalars: tuple[int | float, ...],
+    ) -> None: ...  # fmt: skip
+    @property
+    def is_readable(self) -> bool:
+        """Whether DLPack describes all tensors."""
+    def run(
+        self, variant: object, given: Sequence[torch.Tensor | None], params: Mapping[str, object]
+    ) -> bool:
+        """Write the rows. given: tensors, as layouts.
+
+        False, with nothing done, unless no mode is active, all are plain tensors in host memory
+        with these layouts, none has derivatives, what is written shares memory with nothing, and
+        the variant would be bound as before; where params is no dict.
         """
 
 # --- interval forms of masks ----------------------------------------------------------------------

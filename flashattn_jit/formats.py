@@ -492,8 +492,7 @@ class Stored:
         that encode (decodes=False) have no codebook.
 
         Scales are views [num_slots / block, num_kv_heads, groups], or [batch, num_kv_heads,
-        kv_len / block, groups] where dense. Raises InputError, which calls the tensor `name`, where
-        pages do not follow each other.
+        kv_len / block, groups] where dense. Raises InputError where slots have several strides.
         """
         found: dict[str, Tensor | int] = {}
         for what, value in (("scale", self.scales), ("zero", self.zeros)):
@@ -503,7 +502,7 @@ class Stored:
             if dense:
                 value = value.unsqueeze(-1) if self.group is None else value
             else:
-                value = self._of_slots(name, value)
+                value = self._of_slots(f"{what}s", name, value)
             found[f"{name}_{what}"] = value
         if self.codebook is not None and decodes:
             found[f"{name}_codebook"] = self.codebook
@@ -511,7 +510,7 @@ class Stored:
             found[f"{name}_shift"] = self.block.bit_length() - 1
         return found
 
-    def _of_slots(self, name: str, numbers: Tensor) -> Tensor:
+    def _of_slots(self, what: str, name: str, numbers: Tensor) -> Tensor:
         """[slots, num_kv_heads, groups] of one number a block of slots and group of channels."""
         heads = -1 if self.group is None else -2
         if numbers.dim() < 1 - heads:
@@ -522,10 +521,11 @@ class Stored:
         try:
             return numbers.view(-1, *shape) if numbers.numel() else numbers.reshape(0, *shape)
         except RuntimeError:
+            whole = "" if numbers is getattr(self, what) else f".expand({list(numbers.shape)})"
             raise InputError(
-                f"scales of {name} have strides {list(numbers.stride())}: slots must follow each "
-                "other at one stride, over pages too; store them as [num_pages, page_size, "
-                "num_kv_heads]"
+                f"{what} of {name} have strides {list(numbers.stride())}: slots must follow each "
+                f"other at one stride, over pages too; pass {what}{whole}.contiguous(), in memory "
+                f"[num_pages, page_size, num_kv_heads{'' if self.group is None else ', groups'}]"
             ) from None
 
 

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "flashattn_jit"
 LAYERS = (
     ("errors", "env", "_version", "_extension", "_C", "late_binding", "torch_modes"),
     ("variants.ir",),
-    ("variants.params", "variants.builtins"),
+    ("variants.params", "variants.builtins", "variants.counterparts"),
     ("variants.interval", "variants.capture"),
     ("variants.lower", "variants.trace"),
     ("variants.binding",),
@@ -77,7 +77,10 @@ SYNONYMS = re.compile(
 )
 """Words for which the project has another: q_len, kv_len, num_q_heads, head_dim, tile_q, ..."""
 
-FOREIGN_API = ("flashattn_jit/integrations", "flashattn_jit/ops/flex", "flashattn_jit/ops/sdpa")
+FOREIGN_API = (
+    "flashattn_jit/integrations", "flashattn_jit/ops/flex", "flashattn_jit/ops/sdpa",
+    "flashattn_jit/variants/counterparts",
+)  # fmt: skip
 """Where other libraries' argument names are spelled as they spell them."""
 
 PRIVATE_PLACES = re.compile(r"(?<![\w.~])/(?:home|root|opt|work|Users)/|\bissues? #?\d|\bpull/\d")

@@ -252,5 +252,6 @@ PYBIND11_MODULE(_C, m) {
   rt::bind_driver(m);
   fajit::scheduler::bind_scheduler(m);
   rt::bind_batch(m);
+  rt::bind_repeats(m);
   fajit::form::bind_interval_form(m);
 }

@@ -10,7 +10,8 @@ void bind_scheduler(pybind11::module_& m);
 
 namespace fajit::runtime {
 void bind_batch(pybind11::module_& m);
-}
+void bind_repeats(pybind11::module_& m);
+}  // namespace fajit::runtime
 
 namespace fajit::form {
 void bind_interval_form(pybind11::module_& m);

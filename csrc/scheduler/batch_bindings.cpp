@@ -3,7 +3,9 @@
 
 #include <array>
 #include <cstring>
+#include <limits>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -79,7 +81,8 @@ void read_whole(py::handle source, Lengths& lengths) {
 }
 
 std::shared_ptr<Lengths> make_lengths(py::handle q_indptr, py::handle storage, py::handle q_offset,
-                                      py::handle levels, py::handle whole_q_len) {
+                                      py::handle levels, py::handle whole_q_len, int32_t group_size,
+                                      int64_t max_q_tokens) {
   std::vector<LevelArrays> level_arrays;
   const Items level_items(levels, "levels");
   for (size_t i = 0; i < level_items.size(); ++i) {
@@ -88,11 +91,18 @@ std::shared_ptr<Lengths> make_lengths(py::handle q_indptr, py::handle storage, p
     level_arrays.push_back(
         {read_array(items[0], "q_indptr"), read_array(items[1], "tokens"), read_storage(items[2])});
   }
-  auto lengths = std::make_shared<Lengths>(
-      read_lengths(read_array(q_indptr, "q_indptr"), read_storage(storage),
-                   read_array(q_offset, "q_offset"), level_arrays));
-  read_whole(whole_q_len, *lengths);
-  return lengths;
+  const Array rows = read_array(q_indptr, "q_indptr");
+  try {
+    auto lengths = std::make_shared<Lengths>(
+        read_lengths(rows, read_storage(storage), read_array(q_offset, "q_offset"), level_arrays,
+                     {group_size, max_q_tokens}));
+    read_whole(whole_q_len, *lengths);
+    return lengths;
+  } catch (const std::bad_alloc&) {
+    throw py::value_error("q_indptr ends at " +
+                          std::to_string(rows.size > 0 ? rows.at(rows.size - 1) : 0) +
+                          " packed tokens: the host has no memory left to plan them");
+  }
 }
 
 // Prefill and few-row; None if there is no such kind.
@@ -228,7 +238,8 @@ void bind_lengths(py::module_& m) {
   py::class_<Lengths, std::shared_ptr<Lengths>>(m, "BatchLengths")
       .def(py::init(&make_lengths), py::arg("q_indptr"), py::arg("storage"),
            py::arg("q_offset") = py::none(), py::arg("levels") = py::make_tuple(),
-           py::arg("whole_q_len") = py::none())
+           py::arg("whole_q_len") = py::none(), py::arg("group_size") = 0,
+           py::arg("max_q_tokens") = std::numeric_limits<int32_t>::max())
       .def_static("dense", &make_dense_lengths, py::arg("num_requests"), py::arg("q_len"),
                   py::arg("kv_rows"), py::arg("kv_len") = py::none(), py::arg("q_offset") = 0)
       .def_readonly("num_requests", &Lengths::num_requests)

@@ -87,12 +87,19 @@ struct Lengths {
   }
 };
 
+// What bounds the query tokens of a batch: packed rows of a request, in 32 bits, and the rows of q
+// that the memory of its device can hold.
+struct QueryBounds {
+  int32_t group_size = 0;  // 0: no bound of a request
+  int64_t max_q_tokens = INT32_MAX;
+};
+
 // Throws std::invalid_argument that names the array and the request. `q_offset` without data:
 // "end", the last query is at the position of the last key. `levels` are outer to inner; the
 // requests' own keys follow the keys of the levels. With levels, kv_len counts all keys of a
 // request.
 Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const Array& q_offset,
-                     const std::vector<LevelArrays>& levels);
+                     const std::vector<LevelArrays>& levels, const QueryBounds& bounds = {});
 
 // Requests of dense tensors (one dim): each has `q_len` rows of q and `kv_rows` rows of k and v, of
 // which the first kv_len[b] are keys. Throws std::invalid_argument that names the request.

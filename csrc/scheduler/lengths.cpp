@@ -309,6 +309,24 @@ class Groups {
   int32_t stamp_ = 0;
 };
 
+// Before arrays of an entry a token are allocated: a wrong q_indptr may end anywhere.
+void check_queries(const std::vector<int32_t>& q, const QueryBounds& bounds) {
+  for (size_t b = 0; b + 1 < q.size(); ++b) {
+    const int64_t q_len = q[b + 1] - q[b];
+    // See Units::count_tiles: a tile has at least one row.
+    if (q_len * bounds.group_size >= kMost) {
+      fail("request " + number(static_cast<int64_t>(b)) + " has q_len=" + number(q_len) + " x " +
+           number(bounds.group_size) + " heads per kv head, which does not fit 32 bits");
+    }
+  }
+  if (q.back() > bounds.max_q_tokens) {
+    fail("q_indptr ends at " + number(q.back()) +
+         " packed tokens, but the memory of the device has room for " +
+         number(bounds.max_q_tokens) +
+         " rows of q: it must be the running sum of the query counts");
+  }
+}
+
 }  // namespace
 
 Range page_range(const Array& indices, const Array& page_indptr) {
@@ -319,10 +337,11 @@ Range page_range(const Array& indices, const Array& page_indptr) {
 }
 
 Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const Array& q_offset,
-                     const std::vector<LevelArrays>& levels) {
+                     const std::vector<LevelArrays>& levels, const QueryBounds& bounds) {
   Lengths out;
   const Owner requests;
   const std::vector<int32_t> q = read_indptr(q_indptr, "q_indptr", requests, "query counts");
+  check_queries(q, bounds);
   const int64_t count = q_indptr.size - 1;
   out.num_requests = static_cast<int32_t>(count);
   out.num_q_tokens = q.back();

@@ -79,7 +79,7 @@ def picture(recipe: Recipe) -> str | None:
 
 
 def times(recipe: Recipe) -> str:
-    """The line of a recipe that says how much more time its peers take."""
+    """The line of a recipe that says how much more time its peers take; empty if not measured."""
     cells = []
     for target, path in RESULTS.items():
         measured = {row["claim"]: row for row in json.loads(path.read_text())["cookbook"]["rows"]}
@@ -88,8 +88,9 @@ def times(recipe: Recipe) -> str:
             row = measured.get(f"{recipe.number} {recipe.title}: times {peer}")
             if row is not None:
                 words.append(f"{label} {row['measured']:.2g}x")
-        cells.append(f"{', '.join(words)} ({target})")
-    return f"Times of its peers over its own: {'; '.join(cells)}."
+        if words:
+            cells.append(f"{', '.join(words)} ({target})")
+    return f"Times of its peers over its own: {'; '.join(cells)}.\n\n" if cells else ""
 
 
 def with_times(text: str) -> str:
@@ -97,7 +98,7 @@ def with_times(text: str) -> str:
     text = re.sub(r"^Times of its peers.*\n\n", "", text, flags=re.MULTILINE)
     head, *sections = re.split(r"^(?=## \d+\. )", text, flags=re.MULTILINE)
     made = [
-        section.replace("```python\n", f"{times(recipe)}\n\n```python\n", 1)
+        section.replace("```python\n", f"{times(recipe)}```python\n", 1)
         for recipe, section in zip(recipes(), sections, strict=True)
     ]
     return head + "".join(made)

@@ -27,7 +27,7 @@ TABLE = (
     ExitCode(5, "corrupt", "a cache entry is not what was published"),
     ExitCode(6, "unsafe", "others could put code into a cache folder: wrong owner, mode or link"),
     ExitCode(7, "cache", "the cache cannot be used for another reason"),
-    ExitCode(8, "manifest", "a manifest's line is malformed"),
+    ExitCode(8, "manifest", "a manifest is empty, or a line of it is malformed"),
     ExitCode(9, "pack", "a pack is malformed or cannot be written"),
     ExitCode(10, "variant", "a variant cannot become a kernel"),
     ExitCode(11, "target", "a target is unknown, or this machine cannot run it"),

@@ -13,7 +13,7 @@ import click
 from ..errors import InputError
 from . import output
 from .command import Group
-from .options import DTYPE, SIZE, Type
+from .options import DTYPE, OUTPUT, SIZE, Type
 
 if TYPE_CHECKING:
     from ..kv import Estimate, Option, Recommendation, Request
@@ -32,7 +32,7 @@ def _kv_format(text: str) -> tuple[tuple[str, dict[str, Any]], ...]:
         name, *parts = side.split(":")
         options: dict[str, Any] = {}
         for part in parts:
-            if part.isdecimal():
+            if part.isdecimal() and int(part):
                 options["group"] = int(part)
             elif part in _FLAGS:
                 options[part] = True
@@ -97,7 +97,7 @@ def kv_command() -> None:
 @click.option("--cross-len", type=click.IntRange(min=0), default=0, show_default=True,
               help="Tokens of an encoder's output.")  # fmt: skip
 @click.option("--budget", "budget_bytes", type=SIZE, help="Memory for pages, such as 24G.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Draw bytes by length to a file.")
+@click.option("--plot", type=OUTPUT, help="Draw bytes by length to a file.")
 def estimate_command(config: Any, *, kv_format: Any, plot: str | None, **options: Any) -> None:
     """Bytes that the cache of a model holds and that a decode step reads.
 
@@ -204,6 +204,8 @@ def _read_workload(path: str) -> list[Request]:
                     f"and may have {', '.join(sorted(known - least))}"
                 )
             requests.append(Request(**given))
+    if not requests:
+        raise InputError(f"workload: {path} is empty; give an object of each request, on a line")
     return requests
 
 

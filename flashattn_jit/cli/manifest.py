@@ -13,10 +13,10 @@ from ..deploy.warm.report import kernel_words
 from . import output
 from .command import Group
 from .kernels import variant_words
-from .options import dtypes_option, head_dims_option, targets_option
+from .options import OUTPUT, dtypes_option, head_dims_option, targets_option
 
 _output_option = click.option(
-    "--output", "-o", "out", required=True, type=click.Path(dir_okay=False),
+    "--output", "-o", "out", required=True, type=OUTPUT,
     help="The file to write.",
 )  # fmt: skip
 

@@ -26,6 +26,8 @@ _AT_THE_CALL = r"; pass (\w+)=\.\.\. at the call or when making the variant"
 _RULES = {
     r"^variants need head_dims= and dtypes=, such as .*":
         "a variant needs --head-dim and --dtype, such as --head-dim 64 --dtype bf16",
+    r"^variants need head_dims=, such as .*": "a variant needs --head-dim, such as --head-dim 64",
+    r"^variants need dtypes=, such as .*": "a variant needs --dtype, such as --dtype bf16",
     r"^head_dims, dtypes, formats, num_q_heads, num_kv_heads, params, kv_format and v_in_k are":
         "--head-dim, --dtype, --format, --heads and --param are",
     rf"{_AT_THE_CALL}; for warm, params=\{{'\w+': torch\.empty\((.+?), dtype=\.\.\.\)\}}":
@@ -36,12 +38,19 @@ _RULES = {
     r"^(param '(\w+)' expects dtype .*); convert it with `\.to\(\.\.\.\)`":
         r"\1; give --param \2=... of that dtype",
     r"\bgive num_q_heads= and num_kv_heads=": "give --heads, such as --heads 32:8",
+    r"^num_kv_heads=(\d+) does not divide num_q_heads=(\d+)$":
+        r"--heads \2:\1: \1 KV heads do not divide \2 query heads",
     r"^dims: ": "",
     r"^q has dtype torch\.(\w+); supported: (.+?)\. Convert it first":
         r"--dtype \1 is not for queries; --dtype takes \2",
+    r"^CUDA kernels of (\w+) take .*; got q torch\.(\w+),.* with \.to\(torch\.(\w+)\).*":
+        r"CUDA kernels of \1 do not take --dtype \2; give --dtype \3",
     r"; did you mean (\w+)=\?": r"; did you mean --param \1=...?",
     r"\bdevice='(\w+)'": r"--device \1",
     r"^(group|zero)=(\w+) goes with": r"--kv-format: \1=\2 goes with",
+    r"^group=(\d+) does not divide (\w+)=(\d+)$":
+        r"--kv-format: group=\1 does not divide the model's \2, \3",
+    r"^(\w+)=(\d+) is odd, but": r"--kv-format: the model's \1, \2, is odd, but",
     r"\bread it with allow_cpp=True": "add --allow-cpp",
 }  # fmt: skip
 _NUMBERS = {

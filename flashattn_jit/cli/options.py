@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -11,6 +15,7 @@ from click.shell_completion import CompletionItem
 from .. import env
 from ..codegen.spec import KV_DTYPES, SHORT_DTYPES
 from ..codegen.targets import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS
+from ..deploy.files import fault_of_output
 from ..deploy.wanted.arguments import dtypes_of, head_dims_of
 from ..planner.reachable import FORMATS
 from .variant_names import library_variants, param_value
@@ -94,10 +99,30 @@ def _q_offset(text: str) -> int | str:
         raise ValueError("is not a number or end") from None
 
 
+def _seconds(given: str | float) -> float:
+    with suppress(ValueError):
+        if 0 <= float(given) < math.inf:  # False for NaN
+            return float(given)
+    raise ValueError("is not a number of seconds, 0 or more")
+
+
+class _OutputPath(click.Path):
+    """The type of a file to write. It raises FileNotFoundError before the work is done."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType`."""
+        path = os.fsdecode(super().convert(value, param, ctx))
+        if fault := fault_of_output(Path(path)):
+            raise FileNotFoundError(f"cannot write {path}: {fault}")
+        return path
+
+
 _TARGETS = ("host", *CPU_TARGETS, *CUDA_TARGETS)
 TARGET = _one_of("target", (*_TARGETS, *EMULATED_TARGETS))
 SIZE = Type("size", env.parse_bytes)
 HEADS = Type("heads", _heads)
+SECONDS = Type("seconds", _seconds)
+OUTPUT = _OutputPath(dir_okay=False)
 Q_OFFSET = Type(
     "q-offset", _q_offset, lambda incomplete: {"end": "The last row is at the last key."}
 )

@@ -13,7 +13,7 @@ import click
 from ..codegen.spec import default_target
 from . import output
 from .command import Command
-from .options import DTYPE, Q_OFFSET, TARGET, VARIANT, params_option
+from .options import DTYPE, OUTPUT, Q_OFFSET, SECONDS, TARGET, VARIANT, params_option
 
 if TYPE_CHECKING:
     from ..inspect.explanation.explanation import Explanation
@@ -83,7 +83,7 @@ def _problem_options(function: Callable[..., None]) -> Callable[..., None]:
     is_flag=True,
     help="For a GPU: compile, and simulate the loops of the machine code.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False), help="Draw roofline and tiles to a file.")
+@click.option("--plot", type=OUTPUT, help="Draw roofline and tiles to a file.")
 def explain_command(
     variant: Any, dims: dict[str, int], dtype: Any, params: dict[str, Any], *, q_offset: int | str,
     target: str | None, device: str | None, source: bool, machine_code: bool, plot: str | None,
@@ -149,8 +149,9 @@ def _document(found: Explanation) -> dict[str, Any]:
 @click.option(
     "--device", default="cpu", show_default=True, help="Where the tensors lie: cpu, cuda:0."
 )
-@click.option("--seconds", default=3.0, show_default=True, type=click.FloatRange(min=0.0),
-              help="About how long to measure.")  # fmt: skip
+@click.option(
+    "--seconds", default=3.0, show_default=True, type=SECONDS, help="About how long to measure."
+)
 def bench_command(
     variant: Any, dims: dict[str, int], dtype: Any, params: dict[str, Any], **options: Any
 ) -> None:

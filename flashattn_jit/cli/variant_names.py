@@ -18,11 +18,12 @@ import importlib
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import InputError, VariantError
 
 if TYPE_CHECKING:
     from ..variants.variant import Variant
@@ -148,29 +149,42 @@ def _library(name: str) -> Any:
 
 
 def _attribute(source: str, name: str) -> Any:
-    if source.endswith(".py"):
-        module = _run_file(Path(source).absolute())
-    else:
-        # As `python -m` does: a module of the working directory is found.
-        if str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))
-        try:
-            module = importlib.import_module(source)
-        except ModuleNotFoundError as error:
-            if error.name and source.startswith(error.name):
-                raise InputError(
-                    f"no module named {source!r}; a file is named {source}.py:{name}"
-                ) from None
-            raise
+    is_path = source.endswith(".py")
+    if is_path and not is_file(source):
+        raise InputError(f"there is no file {Path(source).absolute()}")
+    try:
+        module = _run_file(Path(source).absolute()) if is_path else _import(source)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and source.startswith(error.name):
+            raise InputError(
+                f"no module named {source!r}; a file is named {source}.py:{name}"
+            ) from None
+        raise VariantError(f"{_place(error, source)}: {type(error).__name__}: {error}") from error
     try:
         return getattr(module, name)
     except AttributeError:
         raise InputError(f"{source} defines no {name!r}") from None
 
 
+def _place(error: Exception, source: str) -> str:
+    """The file and line of `source` that raised; `source` if it was not compiled."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        imports = frame.filename.startswith("<frozen importlib") or frame.filename in (
+            __file__, importlib.__file__,
+        )  # fmt: skip
+        if not imports:
+            return f"{frame.filename}, line {frame.lineno}"
+    return source
+
+
+def _import(source: str) -> Any:
+    # As `python -m` does: a module of the working directory is found.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(source)
+
+
 def _run_file(path: Path) -> Any:
-    if not is_file(str(path)):
-        raise InputError(f"there is no file {path}")
     # By its own name where that is free, so that what it imports of itself is the same module.
     name = path.stem if path.stem not in sys.modules else f"flashattn_jit_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -275,10 +275,10 @@ def call_target(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str |
     if not q.is_cuda:
         target = resolve_target(target)
         if not on_cpu(target):
-            check_matrix_dtypes((q, k, v), target)
+            check_matrix_dtypes((q.dtype, k.dtype, v.dtype), target)
         return target
     target = _checked(target, q.device)
-    check_matrix_dtypes((q, k, v), target)
+    check_matrix_dtypes((q.dtype, k.dtype, v.dtype), target)
     return target
 
 
@@ -314,10 +314,10 @@ def _checked(target: str | None, device: torch.device) -> str:
     return resolve_target(target)  # raises the error for unknown names
 
 
-def check_matrix_dtypes(tensors: Sequence[torch.Tensor], target: str) -> None:
+def check_matrix_dtypes(dtypes: Sequence[torch.dtype], target: str) -> None:
     """Raises InputError unless q, k and v have one dtype that a CUDA target supports, or k and v
     are codes."""
-    q, k, v = (str(t.dtype).removeprefix("torch.") for t in tensors)
+    q, k, v = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     if takes_dtypes(target, (q, k, v)):
         return
     allowed = [f"torch.{name}" for name in cuda_dtypes(target)]

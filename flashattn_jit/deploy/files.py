@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -33,6 +34,21 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
         name.unlink(missing_ok=True)
         raise
     fsync(path.parent)
+
+
+def fault_of_output(path: Path) -> str:
+    """Why no file can be written to `path`, with the remedy: its folder is missing, or it is a
+    folder itself. Empty if a file can be written as far as these are concerned."""
+    folder = path.parent
+    if folder.is_dir():
+        return "it is a folder; name a file in it" if path.is_dir() else ""
+    nearest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    if nearest == folder:
+        return f"its folder {folder} is no folder; correct the path"
+    if nearest.is_dir():
+        made = f"mkdir -p {shlex.quote(str(folder))}"
+        return f"its folder {folder} does not exist; make it ({made}), or correct the path"
+    return f"its folder {folder} does not exist, and {nearest} is no folder; correct the path"
 
 
 def checked_path(name: str, value: object) -> Path:

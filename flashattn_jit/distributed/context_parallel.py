@@ -264,12 +264,19 @@ class ContextParallel:
 
     def _divides_heads(self, bound: Bound) -> bool:
         """Whether heads can be divided. Raises where way="heads" was asked for."""
-        count, size = self._batch.options.num_q_heads, self._ranks.size
+        options, size = self._batch.options, self._ranks.size
+        count, kv_count = options.num_q_heads, options.num_kv_heads
         try:
             if count < size:
                 raise InputError(
                     f'way="heads" divides the q heads, but num_q_heads={count} is less than the '
                     f"{size} ranks; use another way"
+                )
+            if options.batch_invariant and kv_count < size:
+                raise InputError(
+                    f"num_kv_heads={kv_count} is less than the {size} ranks: ranks with parts of a "
+                    "group of q heads would take other tiles, and results would have other bits; "
+                    'use way="keys" with batch_invariant=True'
                 )
             reads_head(bound.ir, self._batch.variant.name)
         except (InputError, VariantError):
@@ -387,7 +394,7 @@ class ContextParallel:
                 )
             if x.dtype != dtype:
                 raise InputError(f"{name} is {x.dtype}, but the object was made for {dtype}")
-        checks.check_grad((q, k, v))
+        checks.check_grad((q, k, v), checks.QKV)
         if return_lse:
             checks.check_lse(True, self._batch.pointwise)
         return planned

@@ -19,6 +19,7 @@ from ..ops.arguments.calls import Offset, host_array, offset_array
 from ..ops.keys.level_pages import CascadeLevel
 from ..ops.keys.paged import Paged
 from ..ops.keys.storage import ReadStorage, read_indices, read_storage
+from ..ops.planning.batch_plan import Options
 from .shares import Ints, within
 
 
@@ -34,7 +35,7 @@ class OwnPages(NamedTuple):
 
 def own_pages(
     levels: Sequence[CascadeLevel], q_offset: Offset, rank: int, num_ranks: int,
-    device: torch.device,
+    options: Options,
 ) -> OwnPages:  # fmt: skip
     """The levels with the pages of a rank. Raises InputError, also for wrong tables of other ranks.
 
@@ -44,7 +45,7 @@ def own_pages(
     read, arrays = [], []
     for i, level in enumerate(levels):
         where = "" if i == len(levels) - 1 else f"level {i}: "
-        read.append(_read(level, where, device))
+        read.append(_read(level, where, options.device))
         rows = [host_array(f"{where}q_indptr", level.q_indptr)]
         if level.tokens is not None:
             rows.append(host_array(f"{where}tokens", level.tokens))
@@ -64,6 +65,7 @@ def own_pages(
                 (rows[0][0], rows[1][0] if len(rows) > 1 else None, stored.native)
                 for rows, stored in zip(arrays[:-1], read, strict=False)
             ),
+            None, *options.query_bounds,
         )  # fmt: skip
     except ValueError as error:
         raise InputError(str(error)) from None

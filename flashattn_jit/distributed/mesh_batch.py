@@ -126,7 +126,7 @@ class _Divided:
                 f"q is {list(q.shape)} of {q.dtype}, but must be [tokens of {of}, num_q_heads, "
                 f"head_dim] = {list(shape)} of {options.q_dtype}{part}"
             )
-        checks.check_grad((q,))
+        checks.check_grad((q,), checks.QKV)
         checks.check_lse(call.return_lse, self._owner.pointwise)
         inputs = [x for x in (q, call.k, call.v) if isinstance(x, torch.Tensor)]
         shape = (tokens, self._heads, options.head_dim_v)
@@ -211,7 +211,7 @@ class ByPages(_Divided):
                     'sparsity=None, or divide requests (divided="requests_heads")'
                 )
             owner.check_plan(None, params)
-            own = own_pages(read(), q_offset, ranks.rank, ranks.size, owner.options.device)
+            own = own_pages(read(), q_offset, ranks.rank, ranks.size, owner.options)
             return self._plan(own, params)
 
         self._planned = planned = ranks.agree("plan()", work)

@@ -26,7 +26,8 @@ from flashattn_jit.integrations._paged_rows import (
     check_decoder,
     check_mask,
 )
-from flashattn_jit.ops.arguments.checks import check_int, shown
+from flashattn_jit.ops.arguments.checks import check_int, check_readable, shown
+from flashattn_jit.torch_modes import need_values
 
 
 class PagesLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -165,9 +166,12 @@ class PagedCache(OverPages):
             self._open = self._begin(batch, q_len, mask)
         _, real = self._open
         if q_len > 1 or layer not in self._checked:
-            row = next((i for i, x in enumerate(self._batch) if x.first is not None), 0)
-            check_mask(self.pages, layer, mask, self._batch[row].first or 0, row)
-            self._checked.add(layer)
+            # A model's mask may count from a row's first token: it is checked once there is one.
+            firsts = ((i, x.first) for i, x in enumerate(self._batch) if x.first is not None)
+            row, first_of_row = next(firsts, (0, None))
+            if first_of_row is not None:
+                check_mask(self.pages, layer, mask, first_of_row, row)
+                self._checked.add(layer)
         everything = bool(real.all())
         pack = functools.partial(_packed, real=None if everything else real)
         packed = [pack(x) for x in (query, key.rows, value.rows)]
@@ -266,28 +270,69 @@ class PagedCache(OverPages):
     # --- what generate() does with caches ---------------------------------------------------------
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was; rows that become several share their pages."""
-        self._select([int(i) for i in beam_idx])
+        """Row i becomes what row beam_idx[i] was; rows that become several share their pages.
+
+        beam_idx: a 1-d tensor, array or list of integers. Raises InputError for others.
+        """
+        self._select(self._read_rows("beam_idx", beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows by their indices, or by a bool tensor."""
-        chosen = torch.as_tensor(indices, device="cpu")
-        if chosen.dtype == torch.bool:
-            chosen = torch.nonzero(chosen)[:, 0]
-        self._select([int(i) for i in chosen])
+        """Keep rows by their indices, or by one bool a row.
+
+        indices: a 1-d tensor, array or list of integers or bools. Raises InputError for others.
+        """
+        self._select(self._read_rows("indices", indices, bools=True))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one after another; they share their pages."""
         repeats = check_int("repeats", repeats, 1)
         self._select([i for i in range(len(self._batch)) for _ in range(repeats)])
 
+    def _read_rows(self, name: str, value: object, *, bools: bool = False) -> list[int]:
+        """The rows that an argument selects. Raises InputError for what selects none.
+
+        bools: it may also say of each row whether it is selected.
+        """
+        # An empty batch, or one without tokens, has nothing that could be selected.
+        count = len(self._batch) if self.length else None
+        takes = "a 1-d tensor, array or list of int" + (" or bool" if bools else "")
+        given = f"{takes} that selects from {count or 0} rows"
+        if isinstance(value, Tensor):
+            need_values(name, "a cache selects rows by it", (value,))
+            chosen = check_readable(name, value)
+        else:
+            try:
+                chosen = torch.as_tensor(value, device="cpu")
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InputError(f"{name} must be {given}, got {shown(value)}") from error
+            if chosen.shape == (0,):
+                chosen = chosen.long()  # an empty list has no dtype of its own
+        is_mask = bools and chosen.dtype == torch.bool
+        if chosen.dim() != 1 or chosen.is_meta or not (is_mask or chosen.dtype in _ROW_NUMBERS):
+            where = " on meta" if chosen.is_meta else ""
+            raise InputError(
+                f"{name} must be {given}, got {list(chosen.shape)} of {chosen.dtype}{where}"
+            )
+        if is_mask:
+            if count is not None and len(chosen) != count:
+                raise InputError(
+                    f"{name} is {list(chosen.shape)} of {chosen.dtype}, but the cache has {count} "
+                    "rows: give one bool a row, or the indices of rows"
+                )
+            chosen = torch.nonzero(chosen)[:, 0]
+        rows: list[int] = chosen.tolist()
+        for i in rows:
+            if count is not None and not -count <= i < count:
+                raise InputError(
+                    f"{name} {list(chosen.shape)} of {chosen.dtype} has row {i} of a cache with "
+                    f"{count} rows"
+                )
+        return rows
+
     def _select(self, rows: Sequence[int]) -> None:
         self._abort()
         if not self._batch:
             return
-        for i in rows:
-            if not -len(self._batch) <= i < len(self._batch):
-                raise InputError(f"row {i} of a cache with {len(self._batch)} rows")
         before, taken = self._batch, set()
         after: list[_Row] = []
         for i in rows:
@@ -372,6 +417,10 @@ def cache_for(
     return kv.Cache(
         spec, pages, max_kv_len=max_kv_len or num_tokens, device=model.device, lookback=lookback
     )
+
+
+_ROW_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+"""Of row indices. Not uint8: torch reads such an index as a mask."""
 
 
 def _real(mask: LazyMask, batch: int, begin: int, end: int) -> Tensor:

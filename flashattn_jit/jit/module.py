@@ -404,7 +404,8 @@ class Resolver(Generic[T]):
                     self.counters.hits[layer.name] += 1
                 return used
             searched.append(Searched(layer.name, layer.location, reason, answer.fault))
-            if answer.fault and self.mode != "never":
+            # With a corrupt entry the layer itself is searched; `_discard` has named the entry.
+            if answer.fault and not answer.corrupt and self.mode != "never":
                 _warn_once(f"{layer.location} is not searched for kernels: {reason}")
         return None
 

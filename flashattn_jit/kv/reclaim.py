@@ -19,11 +19,14 @@ from ..errors import InputError, ParamError
 from ..ops.arguments.checks import INT32_MAX, check_int
 from ..ops.planning.batch_params import bind_plan
 from ..variants.binding import Bound
+from ..variants.interval.shifts import Shift, shift_of
 from ..variants.interval.simplify import simplify
+from ..variants.interval.terms import MAX_POSITION
 from ..variants.interval.tile_runs import MaskParams, form_and_arguments
 from ..variants.ir.ir import Graph, VariantIR, remap_slots, slot_order
 from ..variants.params import Dims
 from ..variants.variant import Variant, as_variant
+from .int_buffer import Ints
 from .spec import Group
 
 Bools = NDArray[np.bool_]
@@ -94,7 +97,7 @@ class MaskPages:
 
     def __init__(self, group: Group, page_size: int, max_kv_len: int) -> None:
         """Raises InputError or ParamError if the mask cannot be judged for all sequences."""
-        self._page_size, self._max_kv_len = page_size, max_kv_len
+        self._page_size, self.max_kv_len = page_size, max_kv_len
         self._form = None
         self._mask: Mask | None = None
         self._seen: tuple[VariantIR, Own | None] | None = None
@@ -115,7 +118,9 @@ class MaskPages:
                 f'its params as mask_params of the fa.kv.Group, or reclaim="never" ({error})'
             ) from error
         self._mask = mask = _mask_of(bound, _own_graph(bound.ir))
-        if mask.graph is None:  # none, or C++ text, which is not analysed: every page stays
+        # Without a mask, with C++ text, which is not analysed, and with boxes that reach beyond the
+        # positions of the interval form every page stays.
+        if mask.graph is None or max_kv_len > MAX_POSITION + 1:
             return
         uses = simplify(mask.graph).uses
         if uses("b") and mask.tensors:
@@ -128,7 +133,8 @@ class MaskPages:
         self.reads_head = uses("h")
         self._h = [(h, h) for h in range(heads)] if self.reads_head else [(0, heads - 1)]
         # Deadness is monotone: pages that die for any q_from are dead for the last one.
-        self.reclaims = bool(self.dead(max_kv_len - 1, max_kv_len).any())
+        pages = -(-max_kv_len // page_size)
+        self.reclaims = self.count_read(max_kv_len - 1, pages) < pages
 
     def of(self, variant: Variant, dims: Dims, mask_params: Mapping[str, object]) -> Mask | None:
         """The mask of a variant; None where nothing is given up by the group's choice.
@@ -151,22 +157,46 @@ class MaskPages:
 
         q_from below 0 counts as 0. The slots behind kv_len on the last page count as keys.
         """
-        pages = -(-kv_len // self._page_size)
-        out = np.ones(pages, np.bool_)
-        if self._form is None or not pages:
-            out[:] = False
-            return out
-        q_begin = max(0, q_from)
-        q_end = max(q_begin + 1, self._max_kv_len)
-        _, begins, ends, _ = self._form.tile_runs(
-            q_begin=q_begin, q_end=q_end, tile_q=q_end - q_begin, kv_begin=0,
-            kv_end=pages * self._page_size, tile_kv=self._page_size, b=[(0, INT32_MAX)], h=self._h,
-            **self._arguments,
-        )  # fmt: skip
-        begin, end = np.frombuffer(begins, np.int64), np.frombuffer(ends, np.int64)
-        for first, last in zip(begin.tolist(), end.tolist(), strict=True):
-            out[first:last] = False
+        return ~self.read(q_from, 0, -(-kv_len // self._page_size))
+
+    def read(self, q_from: int, first: int, last: int, q_end: int | None = None) -> Bools:
+        """[last - first]: the pages from `first` to `last` that are not `dead`.
+
+        q_end: the end of the queries instead of max_kv_len.
+        """
+        out = np.zeros(last - first, np.bool_)
+        begins, ends = self._runs(q_from, first, last, q_end)
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            out[begin:end] = True
         return out
+
+    def count_read(self, q_from: int, pages: int, first: int = 0) -> int:
+        """How many of the pages from `first` to `pages` are not `dead`."""
+        begins, ends = self._runs(q_from, first, pages)
+        order = begins.argsort(kind="stable")  # runs of several heads overlap
+        begins, ends = begins[order], np.maximum.accumulate(ends[order])
+        begins[1:] = np.maximum(begins[1:], ends[:-1])
+        return int((ends - begins).sum())
+
+    def _runs(
+        self, q_from: int, first: int, last: int, q_end: int | None = None
+    ) -> tuple[Ints, Ints]:
+        """Where runs of pages that are read begin and end, counted from `first`; for each head."""
+        if self._form is None or first >= last:
+            return np.array([0]), np.array([max(0, last - first)])
+        q_begin, size = max(0, q_from), self._page_size
+        q_end = max(q_begin + 1, q_end or self.max_kv_len)
+        _, begins, ends, _ = self._form.tile_runs(
+            q_begin=q_begin, q_end=q_end, tile_q=q_end - q_begin, kv_begin=first * size,
+            kv_end=last * size, tile_kv=size, b=[(0, INT32_MAX)], h=self._h, **self._arguments,
+        )  # fmt: skip
+        return np.frombuffer(begins, np.int64), np.frombuffer(ends, np.int64)
+
+    def shift(self) -> Shift | None:
+        """The shift of the mask; None where none is known."""
+        if self._form is None or self._mask is None or self._mask.graph is None:
+            return None
+        return shift_of(simplify(self._mask.graph), self._mask.scalars)
 
     def given_up(self, q_from: int, pages: int) -> Bools:
         """[pages]: the first pages of a sequence that it need not keep, for queries from q_from on.

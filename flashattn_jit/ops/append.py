@@ -24,13 +24,15 @@ from ..variants.ir.dtypes import KV_NAMES
 from ..variants.variant import FULL, Variant
 from .arguments import checks
 from .arguments.calls import host_array
-from .arguments.new_rows import check_memory, check_new_rows, is_expanded, used_strides
+from .arguments.new_rows import check_memory, check_new_rows, check_place, is_expanded, used_strides
 from .keys.paged import Paged
 from .keys.storage import check_pages, read_indices, read_storage
 from .launching.appends import BesideCodes, Changes, Places, Side, copy_rows, side_of
+from .launching.repeated_appends import RepeatedAppends, codes_of, kind_of
 from .torch_ops import as_op
 
 _Step = tuple[int, int, int, int, int, int]
+_NAMES = ("k", "v", "k_pages", "v_pages")
 _NO_PARAMS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -174,6 +176,7 @@ class AppendPlan:
         self._keys = _keys(lengths, positions)
         self._slots = self._host_slots() if on_cpu(self._target) else None
         self._forms: dict[object, _Steps] = {}
+        self._repeated = RepeatedAppends()
 
     def __reduce__(self) -> NoReturn:
         raise InputError("an AppendPlan cannot be copied or pickled; plan_append() again")
@@ -205,6 +208,8 @@ class AppendPlan:
             GradError: a tensor requires grad while grad mode is on.
             LaunchError: CUDA refused the launch.
         """
+        if self._repeated.run(k, v, k_pages, v_pages, params):
+            return
         if isinstance(k_pages, Stored) or isinstance(v_pages, Stored):
             rows = _tensors_of(k, v, k_pages, v_pages)
             _check_no_op((*rows, *_tensors(params)))
@@ -234,8 +239,7 @@ class AppendPlan:
         if isinstance(k_pages, Stored) or isinstance(v_pages, Stored):
             self._quantise(_tensors_of(k, v, k_pages, v_pages), k_pages, v_pages, {})
             return
-        names = ("k", "v", "k_pages", "v_pages")
-        for name, tensor in zip(names, (k, v, k_pages, v_pages), strict=True):
+        for name, tensor in zip(_NAMES, (k, v, k_pages, v_pages), strict=True):
             checks.check_readable(name, tensor)
         self._write(k, v, k_pages, v_pages, _NO_PARAMS)
 
@@ -259,14 +263,15 @@ class AppendPlan:
         steps = self._forms.get(form)
         if steps is None:
             steps = self._forms[form] = self._check(*given)
-        checks.check_grad(given)
+        checks.check_grad(given, _NAMES)
         check_memory(*given)
         if self._transform is not None:
             assert steps.changes is not None
             bound = bind(steps.variant, steps.changes.dims, params)
-            checks.check_grad(bound.tensors)
+            checks.check_grad(bound.tensors, (), bound.structure.tensor_names)
             if self.num_tokens and k.shape[1]:
-                steps.changes.run(given, _NOTHING, bound)
+                launched = steps.changes.run(given, _NOTHING, bound)
+                self._repeated.note(form, given, steps.variant, params, bound, launched)
             return
         if not self.num_tokens:
             return
@@ -288,7 +293,7 @@ class AppendPlan:
     ) -> None:
         """`run` into pages of codes. given: `_tensors_of` the call."""
         k, v = given[:2]
-        form = (_kind(k_pages), _kind(v_pages), *[
+        form = (kind_of(k_pages), kind_of(v_pages), *[
             (t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in given
         ])  # fmt: skip
         steps = self._forms.get(form)
@@ -299,15 +304,18 @@ class AppendPlan:
         k_side, v_side = steps.sides
         beside = (k_side.beside(k_pages), v_side.beside(v_pages))
         kept = [t for own in beside for t in (own.scales, own.zeros) if t is not None]
-        checks.check_grad(given)
+        checks.check_grad(given, (*_NAMES, *["a tensor beside codes"] * (len(given) - 4)))
         check_memory(*given[:4], *kept)
         for name, x, side in zip("kv", (k_pages, v_pages), steps.sides, strict=True):
             if side.given and isinstance(x, Stored):
                 put_numbers(name, x, params, decodes=False)
         bound = bind(steps.variant, steps.changes.dims, params)
-        checks.check_grad(bound.tensors)
+        checks.check_grad(bound.tensors, (), bound.structure.tensor_names)
         if self.num_tokens and k.shape[1]:
-            steps.changes.run(given[:4], beside, bound)
+            launched = steps.changes.run(given[:4], beside, bound)
+            if not (k_side.given or v_side.given):  # params then have numbers of the pages
+                pairs = k, v, k_pages, v_pages
+                self._repeated.note(form, pairs, steps.variant, params, bound, launched)
 
     def _check(
         self,
@@ -323,7 +331,7 @@ class AppendPlan:
         """
         k_side, v_side = sides
         besides = (k_side.beside(k_stored), v_side.beside(v_stored))
-        k_pages, v_pages = _codes(k_stored), _codes(v_stored)
+        k_pages, v_pages = codes_of(k_stored), codes_of(v_stored)
         for name, new, cache, side, beside in (
             ("k", k, k_pages, k_side, besides[0]), ("v", v, v_pages, v_side, besides[1]),
         ):  # fmt: skip
@@ -364,8 +372,8 @@ class AppendPlan:
                 )
         if self.num_tokens != k.shape[0]:
             raise InputError(
-                f"q_indptr must run from 0 to the number of tokens ({k.shape[0]}), it ends at "
-                f"{self.num_tokens}"
+                f"k has num_tokens={k.shape[0]}, but the step, or q_indptr, has {self.num_tokens} "
+                "new tokens: pass a row for each"
             )
         changes, variant = None, self._transform or FULL
         if self._transform is not None or sides != (Side(), Side()):
@@ -454,27 +462,17 @@ def run_append(
     transform: Variant | None = None,
 ) -> None:
     """`append_paged_kv` outside of the tracer."""
+    if isinstance(k, torch.Tensor):
+        check_place("k", k)
     append = AppendPlan(q_indptr, paged, positions, transform, _device_of(k), target)
     append.write(k, v, k_pages, v_pages)
-
-
-def _kind(pages: Codes) -> tuple[object, ...] | None:
-    """What `_tensors_of` leaves out."""
-    if not isinstance(pages, Stored):
-        return None
-    has_zeros, has_book = pages.zeros is not None, pages.codebook is not None
-    return (pages.group, pages.block, bool(pages.rotated), has_zeros, has_book)
-
-
-def _codes(pages: Codes) -> torch.Tensor:
-    return pages.codes if isinstance(pages, Stored) else pages
 
 
 def _tensors_of(
     k: torch.Tensor, v: torch.Tensor, k_pages: Codes, v_pages: Codes
 ) -> list[torch.Tensor]:
     """k, v, pages or their codes, then what codes have beside them."""
-    found = [k, v, _codes(k_pages), _codes(v_pages)]
+    found = [k, v, codes_of(k_pages), codes_of(v_pages)]
     for x in (k_pages, v_pages):
         if isinstance(x, Stored):
             found += [t for t in (x.scales, x.zeros, x.codebook) if t is not None]
@@ -518,8 +516,9 @@ def _check_no_op(given: Sequence[torch.Tensor]) -> None:
     if not torch.compiler.is_dynamo_compiling():
         if is_quiet_and_plain(*given, functions=True):
             return
-        for name, tensor in zip(("k", "v", "k_pages", "v_pages"), given, strict=False):
+        for name, tensor in zip(_NAMES, given, strict=False):
             checks.check_readable(name, tensor)
+            checks.check_not_lazy(name, tensor)
         as_op.is_traced(given)  # its errors say more
     raise InputError(
         "positions, a transform and pages of codes are not part of the op that torch.compile, "

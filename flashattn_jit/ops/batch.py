@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..torch_modes import on_host
+from .arguments.by_name import needs_arguments
 from .arguments.calls import Offset
 from .batch_base import BatchBase
 from .keys.level_pages import CascadeLevel
@@ -68,6 +69,7 @@ class BatchAttention(BatchBase):
     """
 
     @on_host
+    @needs_arguments("BatchAttention.plan()")
     def plan(
         self,
         q_indptr: torch.Tensor,

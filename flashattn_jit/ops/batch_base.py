@@ -195,9 +195,7 @@ class BatchBase:
         variant = decoded(self.given, sides, rotate_back=rotate_back)
         k_dtype, v_dtype = (f.dtype if f else plain.k_dtype for f in formats)
         if not plain.cpu:
-            dtypes = (plain.q_dtype, k_dtype, v_dtype)
-            stand_ins = [torch.empty(0, dtype=d, device="cpu") for d in dtypes]
-            check_matrix_dtypes(stand_ins, plain.target)
+            check_matrix_dtypes((plain.q_dtype, k_dtype, v_dtype), plain.target)
         if wrong := unscaled_integers(present_hooks(variant).__contains__, k_dtype, v_dtype):
             raise InputError(wrong)
         bytes_ = kv_bytes(
@@ -452,6 +450,7 @@ class BatchBase:
                 offset,
                 tuple((x.q_indptr, x.tokens, x.stored.native) for x in levels),
                 whole_q_len,
+                *options.query_bounds,
             )
         except ValueError as error:
             raise InputError(str(error)) from None

@@ -9,7 +9,7 @@ import torch
 from .. import _C
 from ..codegen.spec import Q_DTYPES, on_cpu, utility_target
 from ..errors import InputError
-from ..torch_modes import is_direct
+from ..torch_modes import increment_version, is_direct
 from ..variants.ir.dtypes import DTYPE_NAMES
 from .arguments import checks
 from .torch_ops import as_op
@@ -31,8 +31,8 @@ def merge_states(
     2501.01005), section 2.2. States without keys (lse = -inf) are ignored, even if out is NaN.
 
     Args:
-        outs: fp32 tensors of one shape [..., head_dim_v], 3-D or 4-D, as ``partial=True`` returns,
-            on one device.
+        outs: a list or tuple of fp32 tensors of one shape [..., head_dim_v], 3-D or 4-D, as
+            ``partial=True`` returns, on one device.
         lses: fp32 tensors [...]; None for pointwise variants, whose sums are added.
         dtype: of the merged out: float32 (the default), bfloat16 or float16. It is rounded once.
         out: tensor to write the merged out to, in its own dtype. It may be ``outs[0]``, which is
@@ -65,7 +65,8 @@ def merge_states(
     named |= {f"outs[{i}]": t for i, t in enumerate(outs)}
     named |= {f"lses[{i}]": t for i, t in enumerate(lses or ())}
     checks.check_devices(named)
-    checks.check_grad([*outs, *(lses or ())])
+    states = {name: x for name, x in named.items() if name not in given}
+    checks.check_grad(list(states.values()), list(states))
     for name, tensor in given.items():
         if tensor is not None:
             checks.check_out_grad(tensor, name)
@@ -84,10 +85,13 @@ def merge_states(
 
 
 def _states(name: str, states: object) -> list[torch.Tensor]:
-    if isinstance(states, torch.Tensor):  # its first dim is that of the states
+    if isinstance(states, torch.Tensor):  # which dim is that of the states is not known
         checks.check_readable(name, states)
-        if states.dim() == 0:
-            raise InputError(f"{name} must be a sequence of tensors, got a tensor without dims")
+        raise InputError(
+            f"{name} must be a sequence of tensors, one a state, got a tensor of shape "
+            f"{list(states.shape)}; pass {name}.unbind(0) where its dim 0 is that of the states, "
+            f"{name}.unbind(1) for FlashInfer's [tokens, states, heads, ...]"
+        )
     if not isinstance(states, Iterable):
         raise InputError(f"{name} must be a sequence of tensors, got {type(states).__name__}")
     return list(states)
@@ -164,6 +168,7 @@ def merge_into(
     target = utility_target(outs[0], target)
     shape, device = outs[0].shape, outs[0].device
     _check_results(outs, lses, mask, dtype, out, lse)
+    given = [x for x in (out, lse) if x is not None]
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=device)
     if lse is None:
@@ -176,6 +181,8 @@ def merge_into(
         from .launching import merge_device
 
         merge_device.merge(outs, lses, mask, out, lse, target)
+    if given:
+        increment_version(given)
     return out, lse
 
 

@@ -14,11 +14,13 @@ from ..torch_modes import is_direct, is_plain, outside_modes
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
 from .arguments import checks
+from .arguments.by_name import needs_arguments
 from .arguments.calls import Offset, packed_form, packed_requests
 from .launching.launches import attend
 from .torch_ops import as_op
 
 
+@needs_arguments("varlen_attention()")
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor | Stored,

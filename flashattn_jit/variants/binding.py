@@ -29,6 +29,7 @@ from flashattn_jit.variants.capture.walk import Walk
 from flashattn_jit.variants.interval.simplify import RangeTableSpec, range_tables, simplify
 from flashattn_jit.variants.ir.ir import INTEGER_DIVISIONS, Graph, VariantIR, is_float
 from flashattn_jit.variants.params import Declared, Dims, Param, resolve
+from flashattn_jit.variants.trace.positions import MOST_NUMBER
 from flashattn_jit.variants.trace.tracer import Traced, trace_variant
 
 if TYPE_CHECKING:
@@ -152,12 +153,15 @@ class Bound(NamedTuple):
 class _Result(NamedTuple):
     """The result of tracing, for all calls with the same structural key and pinned values.
 
-    divisors: scalars by which integers are divided.
+    divisors: scalars by which integers are divided. indexed: see `_indexed`. narrow: scalars that
+    were traced as int32.
     """
 
     structure: Structure
     finish: Finish | None
     divisors: tuple[int, ...]
+    indexed: tuple[tuple[int, int, str], ...]
+    narrow: tuple[int, ...]
     selected: tuple[int, ...] | None
     specialised: tuple[tuple[str, object], ...]
     mask_params: frozenset[str]
@@ -224,7 +228,10 @@ def bind(
     if found is None:
         return _bind_new(variant, dims, declared, values, swap, params)
     result, _, (_, tensors, numbers) = found
-    return _finish(result, tensors, numbers, dims)
+    bound = _finish(result, tensors, numbers, dims)
+    if any(abs(bound.scalars[i]) > MOST_NUMBER for i in result.narrow):
+        return _bind_new(variant, dims, declared, values, swap, params)
+    return bound
 
 
 def _look_up(
@@ -342,7 +349,7 @@ def bind_outside_modes(
         tensors: tuple[torch.Tensor, ...], numbers: tuple[float, ...]
     ) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
         for tensor in tensors:
-            refuse_transforms(tensor)
+            refuse_transforms(tensor, "a tensor of the variant")
         return (tensors, numbers) if swap is None else swap(tensors, numbers)
 
     with outside_modes():
@@ -376,6 +383,8 @@ def _finish(
             if numbers[i] == 0:
                 name = result.structure.ir.scalars[i].name
                 raise ParamError(f"a hook divides an integer by {name}, which is 0 in this call")
+    for slot, d, index in result.indexed:
+        _check_indexed(result.structure.ir.tensors[slot].name, tensors[slot], d, index, dims)
     if tensors:
         device = dims.device
         for i, t in enumerate(tensors):
@@ -397,6 +406,52 @@ def _divisors(ir: VariantIR) -> tuple[int, ...]:
             if divisor.op == "scalar":
                 found.add(divisor.int_attr("slot"))
     return tuple(sorted(found))
+
+
+def _narrow(ir: VariantIR, scalars: Sequence[float]) -> tuple[int, ...]:
+    """Scalars that hooks convert to int32, other than those that are too large for it already."""
+    found = set[int]()
+    for _, graph in ir.hooks:
+        for node in graph.nodes:
+            if node.op == "cast" and node.dtype == "int32":
+                number = graph.nodes[node.args[0]]
+                if number.op == "scalar" and number.dtype == "int64":
+                    found.add(number.int_attr("slot"))
+    return tuple(i for i in sorted(found) if abs(scalars[i]) <= MOST_NUMBER)
+
+
+_COUNTS = {"b": "batch", "h": "num_q_heads", "kv_h": "num_kv_heads"}
+
+
+def _indexed(ir: VariantIR, declared: Sequence[Declared]) -> tuple[tuple[int, int, str], ...]:
+    """(slot, dim, index) of captured tensors that hooks index with b, h or kv_h itself.
+
+    As in torch, the dim must have an element for each. Declared params have rules of their own.
+    """
+    names = {d.name for d in declared}
+    found = dict[tuple[int, int, str], None]()
+    for _, graph in ir.hooks:
+        for node in graph.nodes:
+            if node.op not in ("gather", "lookup"):
+                continue
+            slot = node.int_attr("slot")
+            for d, argument in enumerate(node.args):
+                index = graph.nodes[argument]
+                if index.op == "cast":
+                    index = graph.nodes[index.args[0]]
+                name = str(index.attr("name")) if index.op == "input" else ""
+                if name in _COUNTS and ir.tensors[slot].name not in names:
+                    found[slot, d, name] = None
+    return tuple(found)
+
+
+def _check_indexed(name: str, tensor: torch.Tensor, d: int, index: str, dims: Dims) -> None:
+    count = getattr(dims, _COUNTS[index])
+    if tensor.shape[d] < count:
+        raise ParamError(
+            f"a hook indexes dim {d} of captured tensor {name!r}, of shape {list(tensor.shape)}, "
+            f"with {index}, but {_COUNTS[index]}={count}: make it of that size"
+        )
 
 
 def _check_exact(numbers: Sequence[float]) -> None:
@@ -452,10 +507,13 @@ def _bind_new(
         key, tensors, numbers = found
         if swap is not None:
             tensors, numbers = swap(tensors, numbers)
+        scalars = numbers if traced.finish is None else traced.finish(tensors, numbers)[1]
         result = _Result(
             structure_of(traced.ir),
             traced.finish,
             _divisors(traced.ir),
+            _indexed(traced.ir, declared),
+            _narrow(traced.ir, scalars),
             traced.selected,
             _specialised(traced, walk, dims),
             traced.mask_params,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from flashattn_jit.torch_modes import (
     refuse_unreadable,
     unreadable,
 )
+from flashattn_jit.variants.counterparts import COUNTERPARTS
 from flashattn_jit.variants.ir.dtypes import DTYPE_NAMES
 
 RESERVED = frozenset({
@@ -104,6 +106,31 @@ class _Watch:
         return getattr(self._dims, name)
 
 
+class Limit(NamedTuple):
+    """The numbers that a scalar param takes: finite ones from `least` on, or above it.
+
+    remedy: what to do instead, for the error message. where_not: the name of a flag of the same
+    variant, and what takes the place of `least` where that is False.
+    """
+
+    least: int
+    remedy: str
+    above: bool = False
+    where_not: tuple[str, int] | None = None
+
+    def check(self, name: str, value: float, value_of: Callable[[str], Any]) -> None:
+        """Raises ParamError for another number. value_of: gives the variant's params by name."""
+        least, condition = self.least, ""
+        if self.where_not is not None:
+            flag, least_without = self.where_not
+            if not value_of(flag):
+                least, condition = least_without, f" where {flag} is False"
+        if (value > least if self.above else value >= least) and value < math.inf:
+            return
+        wanted = f"a finite number above {least}" if self.above else f"at least {least}"
+        raise ParamError(f"param {name!r} must be {wanted}{condition}, got {value}; {self.remedy}")
+
+
 class Param:
     """One declared param, a descriptor whose value is that of the instance.
 
@@ -120,6 +147,7 @@ class Param:
         self.dims = dims
         self._sizes = tuple(map(_Size.of, dims))
         self.dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
+        self.limit: Limit | None = None
         self.name = ""
         self.type: type = float
         self._made: dict[object, Any] = {}
@@ -369,7 +397,7 @@ def resolve(
     """The value of each declared param for one call: given by keyword, set, or the default."""
     values: list[Any] = []
     free: dict[str, tuple[int, str]] = {}
-    used = 0
+    used, limited = 0, False
     for name, param, owner in declared:
         if name in given:
             value = given[name]
@@ -388,10 +416,22 @@ def resolve(
         value = param.check(name, value)
         if param.kind == "tensor" and value is not None:
             param.check_dims(name, value, dims, free)
+        limited = limited or param.limit is not None
         values.append(value)
     if used != len(given):
         _refuse_unknown(declared, given, what)
+    if limited:
+        _check_limits(declared, values)
     return values
+
+
+def _check_limits(declared: Sequence[Declared], values: Sequence[Any]) -> None:
+    known: dict[int, dict[str, Any]] = {}
+    for d, value in zip(declared, values, strict=True):
+        known.setdefault(id(d.owner), {})[d.param.name] = value
+    for (name, param, owner), value in zip(declared, values, strict=True):
+        if param.limit is not None:
+            param.limit.check(name, value, known[id(owner)].__getitem__)
 
 
 def _refuse_unknown(declared: Sequence[Declared], given: Mapping[str, object], what: str) -> None:
@@ -408,37 +448,27 @@ _OPTIONS = (
 """Options of calls; none has all of them."""
 
 
-_OF_TORCH = {
-    "score_mod": "the variant is an argument: fa.variant(score_mod=..., mask_mod=...)",
-    "mask_mod": "the variant is an argument: fa.variant(score_mod=..., mask_mod=...)",
-    "block_mask": "tiles follow from mask_mod; fa.flex_attention takes a BlockMask",
-    "enable_gqa": "query heads that share keys need no option",
-}
-"""What stands for arguments of torch's `flex_attention`."""
-
-
 def unknown_param(
     what: str, name: str, known: Sequence[str], options: Sequence[str] = ()
 ) -> ParamError:
-    """The error for a param that a variant does not have, with the most similar name.
+    """The error for a param that a variant does not have, with the most similar name, or with what
+    stands for an argument of another library.
 
     known, options: names of params and of options of calls.
     """
     import difflib  # for errors only
 
-    text = f"{what} has no param {name!r}; "
-    text += f"its params are {', '.join(known)}" if known else "it has no params"
     # For a single match heapq creates an object(), which Dynamo cannot trace.
     near = difflib.get_close_matches(name, [*known, *options], 2, 0.6)[:1]
     if not near:  # short names: c for cc
         near = [n for n in known if n.startswith(name) or name.startswith(n)][:1]
     if not near:  # a part of the name: cap for logits_soft_cap
         near = [n for n in known if n in name.split("_")][:1]
-    if name in _OF_TORCH:
-        text += f"; {_OF_TORCH[name]}"
-    elif name == "lses":
-        text += "; lse is a result: the call returns (out, lse) with return_lse=True"
-    elif name in options:
+    if name in COUNTERPARTS and not (near and near[0] in known):
+        return ParamError(f"there is no argument {name!r}: {COUNTERPARTS[name]}")
+    text = f"{what} has no param {name!r}; "
+    text += f"its params are {', '.join(known)}" if known else "it has no params"
+    if name in options:
         text += f"; {name} is an option of other calls, see this one's signature"
     elif near:
         kind = "the option " if near[0] in options else ""

@@ -19,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 from flashattn_jit.errors import InputError, VariantError
 from flashattn_jit.torch_modes import need_values
 from flashattn_jit.variants.builtins import CONTEXT
+from flashattn_jit.variants.capture.extract import map_tree
 from flashattn_jit.variants.functions import tanh_approx
 from flashattn_jit.variants.ir.dtypes import CODES4, latent_values, unpacked
+from flashattn_jit.variants.ir.halves import read_all, reading, reads_as_float32, widened
 from flashattn_jit.variants.ir.ir import unscaled_integers
 from flashattn_jit.variants.params import PARTS, Dims, parts_of, resolve
 from flashattn_jit.variants.variant import CppHook, Variant, as_variant
@@ -182,9 +184,9 @@ class _Run:
         values = resolve(variant._declared, dims, params, variant.name)
         owners: dict[int, dict[str, object]] = {}
         for d, value in zip(variant._declared, values, strict=True):
-            owners.setdefault(id(d.owner), {})[d.param.name] = _readable(value)
+            owners.setdefault(id(d.owner), {})[d.param.name] = value
         self._hooks = {
-            name: _callable(name, hook, variant.name)
+            name: _on_float32(_callable(name, hook, variant.name))
             for name, hook in _with_values(variant, owners).hooks().items()
         }
         if wrong := unscaled_integers(self._hooks.__contains__, *kv_dtypes):
@@ -194,7 +196,7 @@ class _Run:
         self._errors = errors
         self._scale = 1 / math.sqrt(dims.head_dim) if scale is None else scale
         self._dtype = dtype
-        self._work = torch.float32 if dtype.itemsize < 4 else dtype
+        self._work = torch.float32 if reads_as_float32(dtype) else dtype
 
     def empty_lse(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
         """An lse tensor of no keys; None for a pointwise normaliser."""
@@ -234,9 +236,9 @@ class _Run:
         hooks, device = self._hooks, q.device
         kv_len = int(self._lengths.kv[b])
         k, v = k[:, :kv_len], v[:, :kv_len]
-        request = torch.tensor(b, dtype=torch.int32, device=device)
+        request = torch.tensor(b, dtype=torch.int64, device=device)
         heads, kv_heads, q_pos, kv_pos = (
-            torch.arange(n, dtype=torch.int32, device=device) + start
+            torch.arange(n, dtype=torch.int64, device=device) + start
             for n, start in (
                 (q.shape[0], 0), (k.shape[0], 0),
                 (q.shape[1], int(self._lengths.offset[b])), (kv_len, 0),
@@ -350,7 +352,10 @@ def _mapped(body: Callable[..., Tensor], *in_dims: tuple[int | None, ...]) -> Ca
 
 
 def _tensor(x: Any, like: Tensor) -> Tensor:
-    return x if isinstance(x, Tensor) else torch.as_tensor(x, device=like.device)
+    if isinstance(x, Tensor):
+        return x
+    dtype = torch.float32 if isinstance(x, float) else None
+    return torch.as_tensor(x, dtype=dtype, device=like.device)
 
 
 def _callable(name: str, hook: Any, owner: str) -> Callable[..., Any]:
@@ -374,10 +379,28 @@ def _with_values(variant: Variant, values: Mapping[int, Mapping[str, object]]) -
     return copy
 
 
-def _readable(x: Any) -> Any:
-    """The tensor as hooks read it: half precision and fp8 become float32."""
-    small = isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize < 4
-    return x.float() if small else x
+def _on_float32(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, where torch's functions read captured tensors as kernels do."""
+
+    def read(*args: Any) -> Any:
+        with _ReadsFloat32():
+            return hook(*args)
+
+    return read
+
+
+class _ReadsFloat32(TorchFunctionMode):
+    """Functions of half precision and fp8 compute in float32, as do those of integers whose results
+    are floats."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        read = reading(func, args, kwargs)
+        if read is not None:
+            args, kwargs = read_all(read, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _rows_of(x: Any, heads_dim: int) -> Tensor:
@@ -417,6 +440,13 @@ class HookFunctions(TorchFunctionMode):
             args = (args[0], args[1].to(args[0].dtype), *args[2:])
         elif name == "bucketize" and isinstance(args[0], Tensor):
             args = (args[0].to(args[1].dtype), *args[1:])
+        elif func is torch.nn.functional.embedding:
+            return _gather(args[1], (args[0],))
+        elif name in ("layer_norm", "rms_norm"):  # which take weights of the row's dtype alone
+            to = args[0].dtype
+            args, kwargs = map_tree(
+                (args, kwargs), lambda x: x.to(to) if isinstance(x, Tensor) else x
+            )
         return func(*args, **kwargs)
 
 
@@ -434,10 +464,10 @@ def _gather(t: Tensor, items: tuple[Any, ...]) -> Tensor:
     index = [None if i is None else _wrapped(i, t.shape[d]) for d, i in enumerate(where)]
     tensors = [d for d, i in enumerate(index) if i is not None]
     if tensors == list(range(tensors[0], tensors[-1] + 1)):
-        return _readable(torch.ops.aten.index(t, index))  # type: ignore[no-any-return]
+        return widened(torch.ops.aten.index(t, index))  # type: ignore[no-any-return]
     for d in reversed(tensors):
         t = torch.ops.aten.index(t, [None] * d + [index[d]])
-    return _readable(t)  # type: ignore[no-any-return]
+    return widened(t)  # type: ignore[no-any-return]
 
 
 def _wrapped(i: Tensor, size: int) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from flashattn_jit.errors import ParamError, VariantError
 from flashattn_jit.late_binding import upper
 from flashattn_jit.variants.binding import Bound, bind
-from flashattn_jit.variants.capture.objects import attribute
+from flashattn_jit.variants.capture.objects import attribute, positional_names
 from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.params import (
     COMPUTED,
@@ -179,6 +179,9 @@ class Variant:
         for name in cls.__fajit_fields__:
             if name not in self.__dict__ and not hasattr(cls, name):
                 raise ParamError(f"{cls.__name__} needs {name!r} when it is made")
+        if not torch.compiler.is_dynamo_compiling():  # there a call checks them, when it runs
+            for name in values:
+                _check_limit(self, name, self.__dict__[name])
 
     def __reduce__(self) -> Any:
         # A class that a library function made is pickled as that function and its arguments.
@@ -210,7 +213,10 @@ class Variant:
 
     def __setattr__(self, name: str, value: Any) -> None:
         param = type(self).__fajit_params__.get(name)
-        self.__dict__[name] = value if param is None else param.check(name, value)
+        value = value if param is None else param.check(name, value)
+        if not torch.compiler.is_dynamo_compiling():
+            _check_limit(self, name, value)
+        self.__dict__[name] = value
 
     # --- structure ---------------------------------------------------------------------------
 
@@ -251,9 +257,15 @@ class Variant:
         """Both: masks and-ed, score and row hooks chained left to right."""
         return _compose("and", self, other)  # type: ignore[no-any-return]
 
+    def __rand__(self, other: Variant) -> Variant:
+        return _compose("and", other, self)  # type: ignore[no-any-return]
+
     def __or__(self, other: Variant) -> Variant:
         """Either mask; both must have nothing but a mask."""
         return _compose("or", self, other)  # type: ignore[no-any-return]
+
+    def __ror__(self, other: Variant) -> Variant:
+        return _compose("or", other, self)  # type: ignore[no-any-return]
 
     def __invert__(self) -> Variant:
         """The opposite mask; the variant must have nothing but a mask."""
@@ -369,6 +381,12 @@ class Variant:
         return f"{self.name}({', '.join(shown)})"
 
 
+def _check_limit(variant: Variant, name: str, value: Any) -> None:
+    param = type(variant).__fajit_params__.get(name)
+    if param is not None and param.limit is not None:
+        param.limit.check(name, value, lambda other: getattr(variant, other))
+
+
 def _made_again(make: Callable[..., type[Variant]], *args: Any) -> Variant:
     made = make(*args)
     return made.__new__(made)
@@ -400,36 +418,12 @@ def _check_arity(cls: type, hook: str) -> None:
     if isinstance(fn, staticmethod | classmethod) or not isinstance(fn, types.FunctionType):
         return
     wanted = ir.HOOK_INPUTS[hook]
-    count = positional_count(fn)
-    if count is not None and count != len(wanted) + 1:
+    names = positional_names(fn)
+    if names is not None and len(names) != len(wanted) + 1:
         raise VariantError(
-            f"{cls.__name__}.{hook} takes {count} arguments without defaults; expected self, "
+            f"{cls.__name__}.{hook} takes {len(names)} arguments without defaults; expected self, "
             f"{', '.join(wanted)}"
         )
-
-
-def positional_count(fn: Any) -> int | None:
-    """How many positional arguments without defaults `fn` takes; None: any number."""
-    if type(fn) is types.FunctionType:
-        code = fn.__code__
-        if code.co_flags & inspect.CO_VARARGS:
-            return None
-        return code.co_argcount - len(fn.__defaults__ or ())
-    if isinstance(fn, torch.nn.Module):
-        return positional_count(fn.forward)
-    bound = fn.__func__ if type(fn) is types.MethodType else type(fn).__call__
-    if type(bound) is types.FunctionType:
-        count = positional_count(bound)
-        return None if count is None else count - 1
-    try:
-        signature = inspect.signature(fn)
-    except Exception:  # it compares objects, and asks for their attributes, by the user's code
-        return None
-    kinds = list(signature.parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in kinds):
-        return None
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(1 for p in kinds if p.kind in positional and p.default is p.empty)
 
 
 # --- the form of functions -----------------------------------------------------------------------
@@ -524,11 +518,11 @@ def _check_hook(hook: str, fn: Any) -> None:
         raise VariantError(f"{hook} must be a function, got {type(fn).__name__}")
     if torch.compiler.is_dynamo_compiling():
         return  # it is checked when the graph runs
-    count = positional_count(fn)
+    names = positional_names(fn)
     wanted = ir.HOOK_INPUTS[hook]
-    if count is not None and count != len(wanted):
+    if names is not None and len(names) != len(wanted):
         raise VariantError(
-            f"{hook} takes {count} arguments without defaults; expected {len(wanted)}: "
+            f"{hook} takes {len(names)} arguments without defaults; expected {len(wanted)}: "
             f"{', '.join(wanted)}"
         )
 
@@ -541,7 +535,8 @@ def as_variant(x: Any) -> Variant:
     """`x` as a variant: None (full attention), a Variant, or a bare mask_mod or score_mod.
 
     The two are told apart by the number of positional arguments without defaults, as
-    FlexAttention does: 4 is a mask, 5 a score. Raises VariantError for anything else.
+    FlexAttention does: 4 is a mask, 5 a score. Raises VariantError for anything else, and for a
+    function whose first argument is `row`, which is a row hook.
     """
     if x is None:
         return FULL
@@ -559,15 +554,24 @@ def as_variant(x: Any) -> Variant:
             f"expected a Variant, a score_mod or a mask_mod function, got {type(x).__name__}"
             f"{remedy}"
         )
-    count = positional_count(x)
-    if count is None:  # a decorated function is told by what it wraps
-        wrapped = attribute(x, "__wrapped__")
-        count = positional_count(wrapped) if callable(wrapped) else None
-    hook = _BY_ARITY.get(count or 0)
+    names = positional_names(x)
+    if names is None:  # a decorated function is told by what it wraps
+        call = x if inspect.isroutine(x) else attribute(x, "__call__")
+        wrapped = attribute(call, "__wrapped__")
+        names = positional_names(wrapped) if callable(wrapped) else None
+        if names and inspect.ismethod(call):
+            names = names[1:]  # what it wraps is not bound
+    if names and names[0] == "row":
+        raise VariantError(
+            f"{_function_name(x)}({', '.join(names)}) is a row hook by its first argument; a bare "
+            "function is a mask_mod or a score_mod: give it as fa.variant(query_mod=...), "
+            "fa.variant(key_mod=...), fa.variant(value_mod=...) or fa.variant(output_mod=...)"
+        )
+    hook = _BY_ARITY.get(len(names or ()))
     if hook is None:
         raise VariantError(
             f"a bare function must take 4 arguments (mask_mod: b, h, q_idx, kv_idx) or 5 "
-            f"(score_mod: score first), got {count}"
+            f"(score_mod: score first), got {None if names is None else len(names)}"
         )
     return FunctionVariant({hook: x}, _name_of({hook: x}))
 

@@ -66,6 +66,15 @@ def test_the_documents_have_the_table() -> None:
         (["cache", "show", "abc"], 2, "no kernel's key begins with 'abc'"),
         (["cache", "gc", "--max-bytes", "much"], 2, "number of bytes"),
         (["manifest", "show", "-"], 8, "line 1"),
+        *(
+            ([*command, "no folder/x.png"], 13, "make it (mkdir -p 'no folder')")
+            for command in (
+                ["explain", "Causal", "--plot"],
+                ["kv", "estimate", "llama", "--plot"],
+                ["manifest", "merge", __file__, "--output"],
+                ["manifest", "library", "--output"],
+            )
+        ),
         (["unpack", __file__], 9, ""),
     ],
     ids=lambda x: " ".join(x)[:30] if isinstance(x, list) else "",

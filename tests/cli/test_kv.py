@@ -75,6 +75,9 @@ def test_recommend_for_a_file(run_json, run, config: Path) -> None:
     file.write_text('{"prompt_len": 60, "output_len": 4}\n\n{"prompt_len": 9, "output_len": 90}\n')
     found = run_json("kv", "recommend", config, "--budget", "1M", "--workload", file)
     assert found["max_kv_len"] == 98 and found["options"][0]["num_steps"] == 90
+    file.write_text("\n")
+    result = run("kv", "recommend", config, "--budget", "1M", "--workload", file)
+    assert result.exit_code == 2 and f"--workload: {file} is empty" in result.stderr
     for text in ("{", "[]", '{"prompt_len": 3}', '{"prompt_len": 3, "output_len": 1, "x": 1}'):
         file.write_text(f'{{"prompt_len": 60, "output_len": 4}}\n{text}\n')
         result = run("kv", "recommend", config, "--budget", "1M", "--workload", file)
@@ -89,6 +92,11 @@ def test_recommend_for_a_file(run_json, run, config: Path) -> None:
         (("estimate", "{unknown}"), "model_type='rwkv' is no family whose layout is known; known"),
         (("estimate", "{refused}"), "CONFIG: transformers refuses it for llama"),
         (("estimate", "{folder}", "--kv-format", "int9"), "--kv-format int9 must be one of"),
+        (("estimate", "{folder}", "--kv-format", "int8:7"),
+         "error: --kv-format: group=7 does not divide the model's head_dim, 16"),
+        (("estimate", "{odd}", "--kv-format", "int4"),
+         "error: --kv-format: the model's head_dim, 15, is odd, but int4 stores pairs"),
+        (("estimate", "{folder}", "--kv-format", "int8:0"), "int8:0' is not a code such as int8"),
         (("estimate", "{folder}", "--kv-format", "int8:x"), "int8:x' is not a code such as int8"),
         (("estimate", "{folder}", "--kv-format", "int8/int8/int8"), "has more than two formats"),
         (("estimate", "{folder}", "--kv-format", "int8:channel:8"), "--kv-format: group=8 goes"),
@@ -105,6 +113,7 @@ def test_recommend_for_a_file(run_json, run, config: Path) -> None:
 def test_errors(run, config: Path, args: tuple[str, ...], words: str) -> None:
     files = {"folder": config}
     for name, text in (("broken", "{"), ("list", "[]"), ("unknown", '{"model_type": "rwkv"}'),
+                       ("odd", json.dumps({**SIZES, "hidden_size": 60})),
                        ("refused", '{"model_type": "llama", "hidden_size": "wide"}')):  # fmt: skip
         files[name] = config / f"{name}.json"
         files[name].write_text(text)

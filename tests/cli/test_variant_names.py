@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,24 @@ def test_params_are_literals_texts_and_tensors() -> None:
     assert param_value("yarn") == "yarn"
     tensor = param_value("bfloat16[8,2]")
     assert (tensor.shape, tensor.dtype) == ((8, 2), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import torch\n\ntorch.arange(3).view(2)\n", ", line 3: RuntimeError: shape"),
+        ("def f():\n    return 1 / 0\n\nf()\n", ", line 4: ZeroDivisionError: division by zero"),
+        ("import no_such_module_here\n", ", line 1: ModuleNotFoundError: No module named"),
+        ("if\n", r": SyntaxError: .*\(broken_for_names.py, line 1\)"),
+    ],
+)
+def test_code_that_raises_is_named_with_its_line(
+    body: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "broken_for_names.py"
+    path.write_text(body)
+    monkeypatch.chdir(tmp_path)
+    for source in (str(path), "broken_for_names"):
+        monkeypatch.delitem(sys.modules, "broken_for_names", raising=False)
+        with pytest.raises(fa.VariantError, match=f"broken_for_names.*{words}"):
+            variant_of(f"{source}:X")

@@ -110,6 +110,15 @@ def test_hooks_given_as_text_are_refused_unless_they_are_trusted(
     assert run("warm", path, "--allow-cpp").exit_code == 3  # taken, but not in the cache
 
 
+def test_a_manifest_without_kernels_is_an_error(run, tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.touch()
+    for what, given in ((path, None), ("-", "\n")):
+        result = run("warm", what, input=given)
+        assert result.exit_code == 8, result.output
+        assert f"{what}: has no kernels; record" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -143,6 +152,14 @@ LIBRARY = ("manifest", "library", "--output", "m.jsonl")
             "not 'fp12'",
         ),
         (WARM, "--dtype", "bf16/bf16/bf16/bf16", "is not one dtype, q/kv or q/k/v"),
+        *(
+            (WARM, "--head-dim", one, "is not supported: head dims are 1 to 576")
+            for one in ("577", "64/577")
+        ),
+        *(
+            (("bench", "Causal"), "--seconds", one, "is not a number of seconds, 0 or more")
+            for one in ("nan", "inf", "-1", "x")
+        ),
         *((WARM, "--head-dim", one, HEAD_DIM) for one in ("16/x", "1/2/3", "0", "-8", "", "1.5")),
         *((WARM, "--heads", one, "is not 32 or 32:8") for one in ("a:b", "0", "8:0", "8:", ":8")),
         (WARM, "--param", "x", "is not name=value"),

@@ -137,15 +137,14 @@ def test_targets_and_dtypes_of_queries() -> None:
         ("Causal", {"kv_format": Format("int4", group=5)}, "group=5 does not divide head_dim=16"),
         ("Causal", {"kv_format": INT8, "formats": ["block_mask"]}, "values without kv_format"),
         ("Causal", {"kv_format": INT8, "formats": ["page"]}, "unknown format 'page'"),
-        ("m.jsonl", {"kv_format": INT8}, "kv_format and v_in_k are for variants"),
     ],
 )
-def test_wrong_formats(what: str, given: Any, words: str, tmp_path: Path) -> None:
-    if what == "m.jsonl":
-        with fa.record_manifest(tmp_path / what):
-            pass
-        with pytest.raises(InputError, match=words):
-            wanted_specs(tmp_path / what, **given)
-        return
+def test_wrong_formats(what: str, given: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         wanted_specs(what, **{**HERE, **given})
+
+
+def test_formats_are_for_variants() -> None:
+    spec = wanted_specs("Causal", **HERE)[0]
+    with pytest.raises(InputError, match="kv_format and v_in_k are for variants"):
+        wanted_specs(spec, kv_format=INT8)

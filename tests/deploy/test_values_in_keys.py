@@ -87,6 +87,7 @@ def test_errors() -> None:
     given = {"head_dims": "64/32", "dtypes": "bf16", "v_in_k": True}
     for changed, message in (
         ({"head_dims": "32/64"}, "head_dim_v=64 exceeds head_dim=32"),
+        ({"head_dims": (64, 32)}, r"give \[\(64, 32\)\], or \[64, 32\]"),
         ({"formats": ["dense"]}, "v_in_k is of batches"),
         ({"kv_format": fa.kv.Format("int4")}, "int4 packs channels"),
     ):

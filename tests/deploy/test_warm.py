@@ -151,6 +151,12 @@ def test_groups_of_targets_are_built_as_far_as_compilers_of_this_machine_do(
     ("call", "error", "words"),
     [
         (lambda: warm("Causal"), InputError, "need head_dims= and dtypes="),
+        (lambda: warm("Causal", head_dims=64), InputError, "need dtypes=, such as dtypes='bf16'"),
+        (
+            lambda: warm("Causal", dtypes="bf16"),
+            InputError,
+            "need head_dims=, such as",
+        ),
         (lambda: warm("Cosal", **HERE), InputError, "no file and no variant"),
         (lambda: warm("none.jsonl"), ManifestError, "none.jsonl"),
         (
@@ -158,7 +164,13 @@ def test_groups_of_targets_are_built_as_far_as_compilers_of_this_machine_do(
             TargetError,
             "unknown target 'sm_1'",
         ),
-        (lambda: warm("Causal", **HERE, jobs=0), InputError, "jobs"),
+        (lambda: warm("Causal", **HERE, jobs=0), InputError, "jobs must be an int of at least 1"),
+        (lambda: warm("Causal", **HERE, jobs="2"), InputError, "at least 1, got '2'"),
+        (
+            lambda: warm("Causal", **HERE, num_q_heads="8", num_kv_heads=2),
+            InputError,
+            "num_q_heads must be an int, got str",
+        ),
         (lambda: warm("Causal", **{**HERE, "targets": "sm_90"}), InputError, "none of the targets"),
         (lambda: warm("Causal", head_dims=16, dtypes="int8"), InputError, "int8"),
         (lambda: warm("Causal", head_dims="a/b", dtypes="fp32"), InputError, "'a/b'"),
@@ -167,6 +179,12 @@ def test_groups_of_targets_are_built_as_far_as_compilers_of_this_machine_do(
         (lambda: warm("DocumentMask", **HERE), ParamError, r"params={'documents': torch.empty"),
         (lambda: warm("Causal", **HERE, params={"cap": 1.0}), ParamError, "'cap'"),
         (lambda: warm("Causal", **HERE, num_q_heads=4), InputError, "both"),
+        (
+            lambda: warm("Causal", **HERE, num_q_heads=8, num_kv_heads=3),
+            InputError,
+            "num_kv_heads=3 does not divide num_q_heads=8",
+        ),
+        (lambda: warm("Causal", head_dims=577, dtypes="fp32"), InputError, "are 1 to 576"),
         (lambda: warm([], head_dims=16), InputError, "are for variants"),
         (lambda: warm("Causal", **{**HERE, "formats": ["max_scores"]}), InputError, "no calls of"),
         (lambda: warm("Cosal", **HERE), InputError, "QKNorm, .*RoPE"),

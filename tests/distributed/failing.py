@@ -211,6 +211,9 @@ def meshes(mesh: DeviceMesh) -> None:
     assert 'way="keys"' in str(_error(lambda: _made(mesh, way="states", batch_invariant=True)))
     assert 'way="keys"' in str(_error(lambda: _made(mesh, way="ring", batch_invariant=True)))
     assert "way='square'" in str(_error(lambda: _made(mesh, way="square")))
+    invariant = _made(mesh, way="heads", batch_invariant=True)
+    plan = lambda: invariant.plan(torch.tensor([0, TOKENS]))  # noqa: E731
+    assert mesh.size() == 1 or "num_kv_heads=1 is less than" in str(_error(plan))
     named = _made(grid["cp"])
     named.plan(torch.tensor([0, TOKENS]))
     assert named.run(*_own(mesh)).shape == (TOKENS // mesh.size(), 2, 64)

@@ -22,14 +22,14 @@ KINDS = {"", "python", "run", "console", "sh", "dockerfile", "yaml", "mermaid"}
 are not run; tests/test_examples.py runs the README's shell commands, or .ci/run does."""
 
 
-NEED_GPU = ('title="FlashInfer"', 'title="on a GPU"')
-"""Titles of blocks that need a GPU. The first are of another package and never run."""
+NEED_GPU = ('title="FlashInfer"', 'title="FlashAttention"', 'title="on a GPU"')
+"""Titles of blocks that need a GPU. All but the last are of other packages and never run."""
 
 
 def code(page: Path) -> list:
-    """The Python of a page that runs: all but that of FlashInfer and, without one, for a GPU."""
+    """The Python of a page that runs: all but other packages' and, without one, that for a GPU."""
     found = [s for s in snippets(page) if s.kind.split()[:1] in (["python"], ["run"])]
-    skipped = NEED_GPU[: 1 if torch.cuda.is_available() else 2]
+    skipped = NEED_GPU[:-1] if torch.cuda.is_available() else NEED_GPU
     return [s for s in found if not any(title in s.kind for title in skipped)]
 
 

@@ -26,6 +26,7 @@ from tests.emulator.test_mutants import (
     WALK,
     Mutant,
     assert_found,
+    check_texts,
     mutated_headers,
 )
 from tests.harness import rotation
@@ -146,6 +147,10 @@ MUTANTS = (
     Mutant("positions of another stage", FEW_ROW, "listed_ + stage * kListedBytes;", "listed_;",
            "sparse"),
 )  # fmt: skip
+
+
+def test_the_headers_have_the_texts() -> None:
+    check_texts(MUTANTS)
 
 
 @pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 2), ids=lambda m: m.name)

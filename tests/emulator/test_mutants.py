@@ -7,7 +7,7 @@ the kernel's; the launch is unchanged.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -292,6 +292,18 @@ def test_nothing_is_found_in_the_kernels(
 ) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_EMULATOR_COPIES", moment)
     assert CALLS[call]() < WRONG / 3
+
+
+def check_texts(mutants: Iterable[Mutant]) -> None:
+    """That the headers have the texts that the mutants change: runs of the tests take some of
+    them by turns."""
+    folder = env.include_dir() / "fajit/cuda"
+    for mutant in mutants:
+        changed((folder / mutant.file).read_text(), mutant)
+
+
+def test_the_headers_have_the_texts() -> None:
+    check_texts(MUTANTS)
 
 
 @pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 2), ids=lambda m: m.name)

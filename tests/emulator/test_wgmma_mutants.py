@@ -325,7 +325,7 @@ MUTANTS = (
           "!more && last_run", "!more"),
     plant("no tile is the last", "causal", LOST, PRODUCER, "!more && last_run", "false"),
     plant("values of the tile after", "causal", VALUES, PRODUCER,
-          "if (before.valid()) send_values({before,", "if (before.valid()) send_values({tile,"),
+          "if (before.valid()) send_values(before,", "if (before.valid()) send_values(tile,"),
     # Runs that are found ahead
     plant("a run read before it is there", "many items", LOST, PRODUCER,
           "ptx::wait(ring_.full_run(num_runs_), Ring::run_phase(num_runs_));", ""),
@@ -516,6 +516,16 @@ def outcomes(
         plant_in_programs(mutant, include, monkeypatch)
     for mode in MODES:
         yield mode, outcome(mode, mutant.call, monkeypatch)
+
+
+def test_the_headers_have_the_texts() -> None:
+    """Runs take some of the mutants by turns."""
+    folder = env.include_dir() / "fajit/cuda"
+    for mutant in MUTANTS:
+        texts = {e[0]: (folder / e[0]).read_text() for e in mutant.edits if e[0] != SOURCE}
+        for edit in mutant.edits:
+            if edit[0] != SOURCE:
+                texts[edit[0]] = changed(texts[edit[0]], edit)
 
 
 @pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 7), ids=lambda m: m.name)

@@ -149,7 +149,7 @@ struct Problem {
     const bool long_keys = r.chance(0.05);
     for (int b = 0; b < requests; ++b) {
       q_len.push_back(r.chance(0.1) ? 0 : static_cast<int32_t>(r.between(1, FUZZ_MAX_Q_LEN)));
-      const int64_t most = long_keys ? 1400 : r.chance(0.3) ? 20 : 230;
+      const int64_t most = long_keys ? 2600 : r.chance(0.3) ? 20 : 230;
       kv_len.push_back(r.chance(0.1) ? 0 : static_cast<int32_t>(r.between(1, most)));
       const int32_t end = kv_len.back() - q_len.back();
       q_offset.push_back(r.chance(0.5) && end > 0 ? end : static_cast<int32_t>(r.between(0, 40)));
@@ -172,7 +172,7 @@ struct Params {
   uint64_t scalars[2];
 
   Params(Random& r, const Problem& p)
-      : window(r.between(1, r.chance(0.5) ? 300 : 25)),
+      : window(r.between(1, r.chance(0.5) ? r.chance(0.2) ? 2000 : 300 : 25)),
         cap(r.chance(0.5) ? 2.5 : 50.0),
         bias_size(2 * window),
         bias(p.heads * bias_size),

@@ -134,4 +134,4 @@ def test_no_argument_makes_an_artifact_leave_its_tensors(
         [str(tmp_path / "fuzz"), "1", str(SECONDS)], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    assert int(run.stdout.split()[0]) > 30
+    assert int(run.stdout.split()[0]) > 10

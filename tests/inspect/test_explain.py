@@ -108,6 +108,7 @@ def test_lengths_and_offsets_reach_the_tiles():
 
 
 def test_a_variant_without_hooks_is_explained():
+    assert "0 requests" in str(fa.Causal().explain(dims={**DIMS, "batch": 0}))
     text = str(fa.variant().explain(dims=DIMS))
     assert "hooks (normaliser: softmax)\n  none" in text
 

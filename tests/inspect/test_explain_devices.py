@@ -73,6 +73,20 @@ def test_names_and_targets_that_disagree_are_refused():
         fa.Causal().explain(dims=PREFILL, target="sm_99")
 
 
+def test_sizes_and_dtypes_are_refused_as_those_of_tensors_are():
+    for options in ({"device": "H100"}, {"target": "sm_75", "dtype": BF16}):
+        with pytest.raises(
+            InputError, match=r"CUDA kernels of sm_\d+ take q, k and v of one dtype"
+        ):
+            fa.Causal().explain(dims=PREFILL, **options)
+    for sizes, words in (
+        ({"head_dim": 577}, "head_dim=577 is not supported; it must be 1 to 576"),
+        ({"batch": 2**16, "q_len": 2**15}, "batch=65536 x length does not fit 32 bits"),
+    ):
+        with pytest.raises(InputError, match=words):
+            fa.Causal().explain(dims=sizes)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_torch_lacks_is_an_error():
     with pytest.raises(InputError, match="no CUDA device"):

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,6 +136,61 @@ def test_crop_select_and_repeat(llama: tuple[Any, Any]) -> None:
         logits.append(ours(tail, attention_mask=kept, position_ids=positions,
                            past_key_values=cache).logits)  # fmt: skip
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.tensor([0.0, 1.7]), r"list of int.* from 3 rows, got \[2\] of torch.float32"),
+        (torch.tensor(1), r"from 3 rows, got \[\] of torch.int64"),
+        (torch.tensor([[0, 1]]), r"from 3 rows, got \[1, 2\] of torch.int64"),
+        (torch.tensor([0, 1, 1], dtype=torch.uint8), r"from 3 rows, got \[3\] of torch.uint8"),
+        (torch.empty(2, dtype=torch.int64, device="meta"), r"got \[2\] of torch.int64 on meta"),
+        ([0.5], r"got \[1\] of torch.float32"),
+        (None, "must be a 1-d tensor, array or list of int.* from 3 rows, got None"),
+        ([[0], [1, 2]], "from 3 rows, got <list>"),
+        (torch.tensor([0, 3, 1]), r"\[3\] of torch.int64 has row 3 of a cache with 3 rows"),
+        ([-4], r"has row -4 of a cache with 3 rows"),
+    ],
+)
+def test_rows_that_no_index_names(llama: tuple[Any, Any], given: Any, message: str) -> None:
+    _, ours = llama
+    ids, mask = prompts()
+    cache = PagedCache.for_model(ours, 400, page_size=4)
+    ours(ids, attention_mask=mask, past_key_values=cache)
+    before = list(cache.sequences)
+    two = torch.tensor([True, False])
+    with pytest.raises(InputError, match=f"^indices .*{message}"):
+        cache.batch_select_indices(given)
+    with pytest.raises(InputError, match=f"^beam_idx .*{message}"):
+        cache.reorder_cache(given)
+    with pytest.raises(InputError, match=r"^indices is \[2\] of torch.bool, but .* has 3 rows"):
+        cache.batch_select_indices(two)
+    with pytest.raises(InputError, match=r"^beam_idx must be .* rows, got \[2\] of torch.bool"):
+        cache.reorder_cache(two)
+    assert cache.sequences == before and cache.length == 18
+    cache.pages.check()
+
+
+@pytest.mark.parametrize("form", ["tensor", "int32", "array", "list"])
+def test_rows_are_selected_by_integers_and_by_bools(llama: tuple[Any, Any], form: str) -> None:
+    _, ours = llama
+    ids, mask = prompts()
+    cache = PagedCache.for_model(ours, 400, page_size=4)
+    forms = {"tensor": torch.tensor, "array": np.array, "list": list}
+    forms["int32"] = lambda x: torch.tensor(x, dtype=None if True in x else torch.int32)
+    cache.batch_select_indices([4])  # no row yet, and nothing to select
+    ours(ids, attention_mask=mask, past_key_values=cache)
+    rows = list(cache.sequences)
+    cache.reorder_cache(forms[form]([2, -2, 0]))
+    assert cache.sequences == [rows[2], rows[1], rows[0]]
+    cache.batch_select_indices(forms[form]([True, False, True]))
+    assert cache.sequences == [rows[2], rows[0]]
+    cache.batch_select_indices(forms[form]([2 - 1]))
+    assert cache.sequences == [rows[0]]
+    cache.batch_select_indices([])
+    assert not cache.sequences and cache.length == 0
+    cache.pages.check()
 
 
 def test_a_cache_is_cropped_to_nothing_and_used_again(llama: tuple[Any, Any]) -> None:
@@ -296,6 +352,33 @@ def test_a_mask_that_changes_what_was_padding(llama: tuple[Any, Any]) -> None:
         ours(token, past_key_values=cache)
     assert [s.kv_len for s in cache.sequences] == mask.sum(1).tolist()
     ours(token, attention_mask=longer, past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama4"])
+def test_forward_passes_of_padding_alone(family: str) -> None:
+    """The chunks of llama4 begin at the first token, which such a pass does not have."""
+    eager, ours = build(DECODERS[family])
+    ids, _ = prompts()
+    mask = torch.zeros_like(ids)
+    mask[0, 9:] = mask[1, 4:] = mask[2, 10:] = 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = PagedCache.for_model(ours, 400, page_size=4)
+    got = []
+    for begin, end in ((0, 1), (1, 4), (4, 18)):
+        result = ours(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache,
+                      position_ids=positions[:, begin:end])  # fmt: skip
+        got.append(result.logits)
+    wanted = eager(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(got, 1)[real], wanted[real], rtol=1e-4, atol=1e-4)
+    assert [s.kv_len for s in cache.sequences] == [9, 14, 8]
+    cache.reset()
+    spec = fa.kv.Spec((fa.kv.Group(range(2), 2, 16, variant=fa.SlidingWindow(8)),), 4,
+                      torch.float32)  # fmt: skip
+    wrong = PagedCache(fa.kv.Cache(spec, 50, max_kv_len=128))
+    ours(ids[:, :4], attention_mask=torch.zeros_like(ids[:, :4]), past_key_values=wrong)
+    with pytest.raises(InputError, match="the model's mask"):  # checked once there is a token
+        ours(ids[:, 4:], attention_mask=mask, past_key_values=wrong)
 
 
 def test_rows_that_end_before_others(llama: tuple[Any, Any]) -> None:

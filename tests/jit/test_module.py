@@ -85,7 +85,7 @@ def test_a_change_of_a_header_or_a_spec_compiles_anew(new_cache, fake_build, sou
 
 @pytest.mark.parametrize("damage", ["truncate", "remove meta", "other kernel"])
 def test_a_corrupt_entry_is_built_again_once(
-    new_cache, fake_build, cache_root: Path, damage: str
+    new_cache, fake_build, cache_root: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     artifact = Path(load(new_cache()))
     if damage == "truncate":
@@ -99,6 +99,8 @@ def test_a_corrupt_entry_is_built_again_once(
     assert artifact.read_text().endswith(fake_build.builds[0])
     assert len(fake_build.builds) == 2
     assert cache.counters.corrupt == 1
+    assert "moving it to quarantine" in caplog.text
+    assert "not searched" not in caplog.text
     assert load(new_cache(), render=never) == str(artifact)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from tests.harness.rotation import some
 from tests.kv.engine import Engine, prefixes
 
 WINDOW, SINKS, SIZE, MAX_LEN = 13, 3, 4, 300
@@ -35,7 +36,7 @@ def compacted(kept: list[int], lookback: int) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some(range(8), 3))
 def test_random_operations(seed: int) -> None:
     pick = random.Random(seed)
     lookback = pick.choice([0, 3])

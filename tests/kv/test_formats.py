@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import InputError
+from tests.harness.rotation import chosen
 
 SIZE, HEADS, DIM, DIM_V = 4, 2, 24, 16
 INT8, E4M3 = fa.kv.Format("int8"), fa.kv.Format("e4m3", scale_dtype=torch.bfloat16)
@@ -69,8 +71,9 @@ def check(cache: fa.kv.Cache, formats: Any, sequences: list[fa.kv.Sequence]) -> 
                     assert there.all()
 
 
-@pytest.mark.parametrize("layout", ["page", "layer"])
-@pytest.mark.parametrize("formats", PAIRS)
+@pytest.mark.parametrize(
+    ("formats", "layout"), chosen(list(itertools.product(PAIRS, ("page", "layer"))), 2)
+)
 def test_pages_keep_their_codes_and_scales(formats, layout) -> None:
     cache = fa.kv.Cache(spec(formats), 40, max_kv_len=64, layout=layout, lookback=4)
     first = cache.open([1, 2, 3])
@@ -90,8 +93,9 @@ def test_pages_keep_their_codes_and_scales(formats, layout) -> None:
         assert 0 <= held - cache.spec.page_bytes(group) < 16 * 2 * len(pool.views)
 
 
-@pytest.mark.parametrize("formats", PAIRS)
-@pytest.mark.parametrize("transform", [None, fa.RoPE()])
+@pytest.mark.parametrize(
+    ("formats", "transform"), chosen(list(itertools.product(PAIRS, (None, fa.RoPE()))), 3)
+)
 def test_attention_over_a_step(formats, transform) -> None:
     cache = fa.kv.Cache(spec(formats, transform), 40, max_kv_len=64)
     seq = cache.open([1])

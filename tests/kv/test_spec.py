@@ -176,6 +176,14 @@ def test_windows_of_qwen2_are_those_of_transformers(uses: bool, full: int) -> No
         ({"hidden_size": 513}, "hidden_size=513"),
         ({"num_attention_heads": None}, "num_attention_heads"),
         ({"sliding_window": 8, "max_window_layers": "a"}, "max_window_layers"),
+        ({"layer_types": [["a"]] * 6}, r"layer_types\[0\]=<list>; a Spec is made"),
+        ({"layer_types": 5}, "layer_types=5, but layer 0 exists"),
+        ({"kv_sharing_modes": ["own"]}, "kv_sharing_modes has 1 entries, but layer 1 exists"),
+        ({"kv_sharing_modes": ["reuse"] * 6}, "kv_sharing_modes is .* all 6 layers"),
+        ({"per_layer_config": [config()] * 2}, "per_layer_config has 2 entries, but layer 2"),
+        ({"model_type": ["llama"]}, "model_type=<list> must be a name"),
+        ({"num_kv_shared_layers": "a"}, "num_kv_shared_layers='a' must be 0 or more"),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers=6 must be .* num_hidden_layers=6"),
     ],
 )  # fmt: skip
 def test_configs_without_a_spec(changes: dict[str, object], message: str) -> None:

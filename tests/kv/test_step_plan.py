@@ -207,6 +207,18 @@ def test_plans_of_what_is_no_attention() -> None:
         step.append(1, torch.zeros(2, 2, 32), torch.zeros(2, 2, 32))
 
 
+def test_appends_of_rows_that_do_not_fit_the_step() -> None:
+    cache = cache_of(fa.Causal())
+    step = decode(cache, shared(cache, 2, 32))
+    few = torch.zeros(1, 2, 32)
+    message = "k has num_tokens=1, but the step, or q_indptr, has 2 new tokens"
+    with pytest.raises(fa.InputError, match=message):
+        step.append(0, few, few)
+    rows = torch.zeros(2, 2, 32, device="meta")
+    with pytest.raises(fa.InputError, match="k is on meta, so it has no values"):
+        step.append(0, rows, rows)
+
+
 def planned(
     group: dict[str, Any], attention: dict[str, Any], kind: type = fa.BatchAttention, **params: Any
 ) -> fa.Plan:

@@ -20,10 +20,12 @@ from tests.harness import rotation
 from tests.registry.case import Case, Shape
 from tests.registry.cases import CASES
 
-HOST_TARGETS = [
-    *rotation.some([t for t in host_targets() if t != host_target()], 2), host_target()
-]  # fmt: skip
-"""The machine's own target, the last, and two others that it runs, by turns."""
+HOST_TARGETS = list(
+    host_targets()
+    if rotation.takes_all()
+    else dict.fromkeys([rotation.other_target(), host_target()])
+)
+"""The machine's own target, the last, and another that it runs, by turns."""
 SMALL = Shape(2, 4, 2, 70, 130, 32, 32)  # two q tiles and two kv tiles, with tails
 DECODE = Shape(2, 4, 2, 1, 130, 32, 32)
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}

@@ -82,8 +82,14 @@ def test_what_does_not_compose():
         Window(window=1) & Window(window=2)
     with pytest.raises(VariantError, match="a bare function has no operators"):
         Causal() & (lambda b, h, q, k: True)
+    with pytest.raises(VariantError, match="a bare function has no operators"):
+        (lambda b, h, q, k: True) & Causal()
+    with pytest.raises(VariantError, match="a bare function has no operators"):
+        (lambda b, h, q, k: True) | Causal()
     with pytest.raises(TypeError):
         Causal() & 3
+    with pytest.raises(TypeError):
+        3 & Causal()
 
 
 def test_named_prefixes():

@@ -215,7 +215,7 @@ def test_lower_precisions(dtype):
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-def test_indices_are_int32_and_wrap_and_clamp():
+def test_indices_are_int64_and_wrap_and_clamp():
     q, k, v = inputs(heads=(1, 1), q_len=3, kv_len=3)
     seen = []
     table = torch.tensor([10.0, 20.0], dtype=F64)
@@ -226,7 +226,7 @@ def test_indices_are_int32_and_wrap_and_clamp():
 
     _, lse = attention_reference(q, k, v, mod)
     torch.testing.assert_close(lse[0, 0], torch.tensor([40.0, 30.0, 40.0], dtype=F64) + math.log(3))
-    assert set(seen) == {(torch.int32, F64)}
+    assert set(seen) == {(torch.int64, F64)}
 
 
 def test_half_captures_are_read_as_float32():

@@ -238,6 +238,28 @@ def test_arity_is_checked_when_the_class_or_variant_is_made():
         as_variant(3)
 
 
+def test_bare_row_hooks_are_told_by_the_name_of_their_first_argument():
+    def rotated(row, b, h, q_idx):
+        return row
+
+    def gated(row, lse, b, h, q_idx):
+        return row
+
+    class Hook:
+        def __call__(self, row, b, kv_h, kv_idx):
+            return row
+
+    @functools.wraps(rotated)
+    def wrapped(*args):
+        return rotated(*args)
+
+    for hook in (rotated, gated, Hook(), Hook().__call__, wrapped, lambda row, b, h, q_idx: row,
+                 functools.partial(lambda w, row, b, h, q_idx: row * w, 2.0)):  # fmt: skip
+        with pytest.raises(VariantError, match=r"\(row, .* is a row hook .*\(query_mod=\.\.\.\)"):
+            as_variant(hook)
+    assert as_variant(lambda b, h, row, column: row >= column).bind(DIMS).ir.has("mask_mod")
+
+
 def test_bare_functions_are_told_apart_by_arity():
     def extra_defaults(b, h, q, k, window=3):
         return q - k < window

@@ -24,4 +24,9 @@ struct TensorLayout {
   bool fits(pybind11::handle tensor, char*& data) const;
 };
 
+// Whether two ranges of addresses have a byte in common.
+inline bool overlap(const char* a, int64_t a_bytes, const char* b, int64_t b_bytes) {
+  return a_bytes > 0 && b_bytes > 0 && a < b + b_bytes && b < a + a_bytes;
+}
+
 }  // namespace fajit::runtime

@@ -64,6 +64,7 @@ TorchState::TorchState() {
   empty_strided_ = kept(torch.attr("empty_strided"));
   codes4_ = kept(torch.attr("bits4x2"));
   uint8_ = kept(torch.attr("uint8"));
+  increment_version_ = kept(internal.attr("_increment_version"));
   const py::object capsule = py::getattr(tensor_, "__dlpack_c_exchange_api__", py::none());
   const auto* api = static_cast<const dlpack::DLPackExchangeAPI*>(
       PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsuleName)
@@ -122,6 +123,17 @@ py::object TorchState::as_bytes(Tensor codes) const {
   if (py::type::handle_of(codes).is(tensor_) && attribute(codes, "dtype").is(codes4_))
     return codes.attr("view")(uint8_);
   return py::object();
+}
+
+void TorchState::note_written(const Tensor* tensors, size_t count) const {
+  const auto given = std::count_if(tensors, tensors + count, [](Tensor t) { return !t.is_none(); });
+  if (given == 0) return;
+  const py::tuple written(given);
+  for (size_t i = 0, at = 0; i < count; ++i) {
+    if (tensors[i].is_none()) continue;
+    PyTuple_SET_ITEM(written.ptr(), static_cast<Py_ssize_t>(at++), tensors[i].inc_ref().ptr());
+  }
+  checked(PyObject_CallOneArg(increment_version_.ptr(), written.ptr()));
 }
 
 int TorchState::num_threads() const { return called(threads_).cast<int>(); }

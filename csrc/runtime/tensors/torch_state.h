@@ -41,6 +41,10 @@ class TorchState {
   // The bytes of a tensor of codes of 4 bits, as a view; null for another object.
   pybind11::object as_bytes(Tensor codes) const;
 
+  // Raises the version counters, which autograd compares, of tensors that a call was given to
+  // write. A tensor may be None. Those of inference mode have no counter.
+  void note_written(const Tensor* tensors, size_t count) const;
+
   int num_threads() const;
   pybind11::object default_dtype() const;
 
@@ -54,7 +58,8 @@ class TorchState {
 
   // They live as long as the process.
   pybind11::handle tensor_, parameter_, function_modes_, included_keys_, tensor_keys_, profiling_,
-      grad_enabled_, forward_ad_, threads_, default_dtype_, empty_strided_, codes4_, uint8_;
+      grad_enabled_, forward_ad_, threads_, default_dtype_, empty_strided_, codes4_, uint8_,
+      increment_version_;
   int (*describe_)(void*, dlpack::DLTensor*) = nullptr;
   std::vector<uint64_t> quiet_keys_, plain_keys_;
 };

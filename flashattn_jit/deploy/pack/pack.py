@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from ...jit.cache.remote import layers
 from ...jit.cache.store import Store, entry_folder
 from ...jit.compilation.toolchain import key_of
 from ...planner.tiles import build_requests
-from ..files import checked_path, replacing
+from ..files import checked_path, fault_of_output, replacing
 from ..wanted.arguments import parse_targets
 from ..wanted.specs import wanted_specs
 from ..warm.report import kernel_words
@@ -207,16 +206,5 @@ def _meta_text(source: Found) -> bytes:
 
 def check_output_path(path: Path) -> None:
     """Raises PackError where no pack can be written: its folder is missing, or it is a folder."""
-    folder = path.parent
-    if not folder.is_dir():
-        nearest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
-        if nearest == folder:
-            what = "is no folder; correct the path"
-        elif nearest.is_dir():
-            made = f"mkdir -p {shlex.quote(str(folder))}"
-            what = f"does not exist; make it ({made}), or correct the path"
-        else:
-            what = f"does not exist, and {nearest} is no folder; correct the path"
-        raise PackError(f"cannot write the pack {path}: its folder {folder} {what}")
-    if path.is_dir():
-        raise PackError(f"cannot write the pack {path}: it is a folder; name a file in it")
+    if fault := fault_of_output(path):
+        raise PackError(f"cannot write the pack {path}: {fault}")

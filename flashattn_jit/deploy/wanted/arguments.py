@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import Any, TypeVar
 
-from ...codegen.spec import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, default_target, device_target
+from ...codegen.spec import (
+    KV_DTYPES,
+    MAX_HEAD_DIM,
+    Q_DTYPES,
+    SHORT_DTYPES,
+    default_target,
+    device_target,
+)
 from ...codegen.targets import CPU_TARGETS, CUDA_TARGETS, compiled_here, compiled_target
 from ...errors import InputError, TargetError
 
@@ -35,6 +42,8 @@ def head_dims_of(one: Any) -> HeadDims:
         sizes = []
     if len(sizes) not in (1, 2) or min(sizes) < 1:
         raise ValueError("is no head dim such as 64, nor two as 576/512")
+    if max(sizes) > MAX_HEAD_DIM:
+        raise ValueError(f"is not supported: head dims are 1 to {MAX_HEAD_DIM}")
     return sizes[0], sizes[-1]
 
 

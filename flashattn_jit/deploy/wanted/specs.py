@@ -10,7 +10,7 @@ from typing import Any
 from ...codegen.document import Line
 from ...codegen.spec import AnySpec, KernelSpec
 from ...codegen.targets import called_target
-from ...errors import InputError
+from ...errors import InputError, ManifestError
 from ...planner.reachable import retarget
 from ..manifest.file import STDIN, read_manifest
 from .arguments import parse_dtypes, parse_head_dims, parse_targets, several
@@ -37,7 +37,12 @@ def wanted_specs(
     variants = []
     for one in several(what):
         if isinstance(one, os.PathLike) or isinstance(one, str) and _is_manifest(one):
-            recorded += [line.spec for line in read_manifest(one, allow_cpp=allow_cpp)]
+            lines = read_manifest(one, allow_cpp=allow_cpp)
+            if not lines:
+                raise ManifestError(
+                    f"{one}: has no kernels; record the calls of a service with fa.record_manifest"
+                )
+            recorded += [line.spec for line in lines]
         elif isinstance(one, Line):
             recorded.append(one.spec)
         elif isinstance(one, AnySpec):
@@ -59,10 +64,17 @@ def wanted_specs(
         from ...formats import read_formats  # imports torch, which manifests need not
         from . import structures
 
-        if not head_dims or not dtypes:
-            raise InputError(
-                "variants need head_dims= and dtypes=, such as head_dims=(64, 128), dtypes='bf16'"
-            )
+        needed = {"head_dims=(64, 128)": head_dims, "dtypes='bf16'": dtypes}
+        if missing := [example for example, given in needed.items() if not given]:
+            names = " and ".join(example.partition("=")[0] + "=" for example in missing)
+            raise InputError(f"variants need {names}, such as {', '.join(missing)}")
+        if v_in_k and isinstance(head_dims, tuple) and len({*head_dims}) == len(head_dims) == 2:
+            first, second = head_dims
+            if isinstance(first, int) and isinstance(second, int):
+                raise InputError(
+                    f"head_dims=({first}, {second}) are two head dims, each of keys and values; of "
+                    f"v_in_k give [({first}, {second})], or [{first}, {second}] if that is meant"
+                )
         found += structures.specs_of(
             [structures.parse_variant(one) for one in variants],
             parse_head_dims(head_dims),

@@ -178,7 +178,8 @@ def bound_for(
         try:
             bounds.append(bind(chosen, sized, known))
         except ParamError as error:
-            raise ParamError(f"{error}{_remedy(chosen, given, heads)}") from error
+            remedy = _remedy(chosen, given, reads_sizes and heads is None)
+            raise ParamError(f"{error}{remedy}") from error
     if any(bound.ir != bounds[0].ir for bound in bounds):
         remedy = "warm a manifest that was recorded where it runs" if heads else _GIVE_HEADS
         raise InputError(f"the kernels of {chosen.name} depend on sizes: {remedy}")
@@ -225,7 +226,7 @@ def parse_variant(what: Any) -> Variant:
     return as_variant(what)
 
 
-def _remedy(chosen: Variant, given: Mapping[str, object], heads: object) -> str:
+def _remedy(chosen: Variant, given: Mapping[str, object], assumed_heads: bool) -> str:
     for name, param, owner in declared_params(chosen):
         if name in given or owner.__dict__.get(param.name, MISSING) is not MISSING:
             continue
@@ -237,4 +238,4 @@ def _remedy(chosen: Variant, given: Mapping[str, object], heads: object) -> str:
             )
         if param.default is MISSING:
             return f"; for warm, params={{{name!r}: ...}}: any value, unless hooks branch on it"
-    return "" if heads else f"; {_GIVE_HEADS}"
+    return f"; {_GIVE_HEADS}" if assumed_heads else ""

@@ -65,7 +65,7 @@ def warm(
         what: a manifest's path ("-" is standard input), a variant, a bare score_mod or mask_mod,
             the name of a library variant, a `Line` or a kernel spec; or several of them. A manifest
             stands for what it recorded and for the same calls with other lengths.
-        head_dims: for variants: 64, (576, 512) or "576/512" where v differs; one or several.
+        head_dims: for variants: 64, or "576/512" where v differs; several as [64, (576, 512)].
         dtypes: for variants: torch dtypes or names, "bf16/int8" for keys and values of another
             dtype than the queries'; one or several.
         targets: "cpu:avx2", "sm_90", ..., "host", "cpu", "cuda" or "all"; none of them need run
@@ -109,11 +109,17 @@ def warm(
         >>> fa.warm(fa.Causal(), head_dims=128, dtypes="bf16", kv_format=fa.kv.Format("int8"))
     """
     begin = time.perf_counter()
-    if jobs is not None and jobs < 1:
-        raise InputError(f"jobs must be 1 or more, got {jobs}")
+    if jobs is not None and (type(jobs) is not int or jobs < 1):
+        raise InputError(f"jobs must be an int of at least 1, got {jobs!r}")
     if (num_q_heads is None) != (num_kv_heads is None):
         raise InputError("give num_q_heads and num_kv_heads both, or neither")
-    heads = None if num_q_heads is None or num_kv_heads is None else (num_q_heads, num_kv_heads)
+    heads = None
+    if num_q_heads is not None:
+        from ...ops.arguments.checks import check_int  # imports torch, which manifests need not
+
+        heads = check_int("num_q_heads", num_q_heads, 1), check_int("num_kv_heads", num_kv_heads, 1)
+        if heads[0] % heads[1]:
+            raise InputError(f"num_kv_heads={heads[1]} does not divide num_q_heads={heads[0]}")
     specs = wanted_specs(
         what, head_dims=head_dims, dtypes=dtypes, targets=targets, formats=formats, heads=heads,
         params=params, kv_format=kv_format, v_in_k=v_in_k, allow_cpp=allow_cpp,

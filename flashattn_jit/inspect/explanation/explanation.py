@@ -21,7 +21,7 @@ from ...jit.cache.entry import KernelKey
 from ...jit.compilation.toolchain import key_of
 from ...jit.module import find_kernel
 from ...ops.arguments.calls import dense_lengths, read_lengths
-from ...ops.arguments.checks import check_dense
+from ...ops.arguments.checks import check_dense, check_dtype, check_head_dims, check_sizes
 from ...planner.devices import Device
 from ...planner.roofline import Hardware, RooflinePoint, roofline
 from ...planner.tiles import Problem, TileChoice, build_request, candidates, choose
@@ -218,7 +218,7 @@ def explain(
         **params: the variant's params.
 
     Raises:
-        InputError: neither tensors nor dims, both, or unfit ones, such as fp32 tensors and a GPU;
+        InputError: neither tensors nor dims, both, or unfit ones, such as fp32 and a GPU;
             an unknown device, or one of another target; matplotlib is missing for `plot`.
         ParamError, TraceError: as for `attention`.
 
@@ -232,8 +232,8 @@ def explain(
         device = q.device.index
     target, hardware = machine(target, device)
     layout = _layout(q, k, v, dims, dtype, q_offset, kv_len)
-    if is_cuda(target) and q is not None and k is not None and v is not None:
-        check_matrix_dtypes((q, k, v), target)
+    if is_cuda(target):
+        check_matrix_dtypes(layout.dtypes, target)
     bound = variant.bind(layout.dims, params)
     problem = layout.problem()
     spec = choose(bound.ir, problem, target, (), variant.name)
@@ -293,6 +293,9 @@ def _layout(
         raise InputError("explain needs q, k and v, or dims=; give one or the other")
     if q is None or k is None or v is None:
         d, dtypes = complete_dims(dims), (dtype, dtype, dtype)
+        check_dtype("q", dtype)
+        check_head_dims(d.head_dim, d.head_dim, d.head_dim_v)
+        check_sizes(d.batch, d.num_q_heads, d.num_kv_heads, d.q_len, d.kv_len)
     else:
         check_dense(q, k, v)
         batch, heads, q_len, head_dim = q.shape

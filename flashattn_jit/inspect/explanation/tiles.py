@@ -118,7 +118,8 @@ def analyse(
         )
         for b0, b1 in _groups(q_len, kv_len, q_offset)
     )  # fmt: skip
-    counts = Counts(*(sum(column) for column in zip(*(r.counts() for r in runs), strict=True)))
+    columns = zip((0, 0, 0), *(r.counts() for r in runs), strict=True)  # there may be no run
+    counts = Counts(*map(sum, columns))
     return Tiles(tile_q, tile_kv, counts, _per_head(runs), runs)
 
 
@@ -126,7 +127,7 @@ def _groups(*lengths: Iterable[int]) -> list[tuple[int, int]]:
     """Half-open ranges of neighbouring requests whose lengths are all equal."""
     each = list(zip(*lengths, strict=True))
     starts = [i for i in range(len(each)) if i == 0 or each[i] != each[i - 1]]
-    return list(zip(starts, [*starts[1:], len(each)], strict=True))
+    return list(zip(starts, [*starts, len(each)][1:], strict=True))
 
 
 def _per_head(runs: Sequence[TileRuns]) -> tuple[Counts, ...]:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import bisect
-import functools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...errors import InputError, ParamError
 from ...formats import KvFormat
 from ...late_binding import upper
 from ...ops.arguments.checks import INT32_MAX, check_int
-from ..int_buffer import Ints
 from ..reclaim import MaskPages
 from ..spec import Group, Spec
 from .families import Expanded, has_encoder, read_expanded
+from .pages_left import pages_left
 
 MOST_BYTES = 1 << 62
-_LAST_QUERY = 1 << 20
-"""Pages that are read again by a query before this one are held, however short the sequence is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +192,9 @@ def estimate(
 
     Bytes are those that an `fa.kv.Cache` of the same spec allocates. Where a mask gives up pages, a
     sequence counts with the most that it names while it grows to kv_len token by token; a prompt
-    that is appended in one step holds all of its pages until the commit.
+    that is appended in one step holds all of its pages until the commit. Masks are judged for a
+    cache with room for twice the keys, rounded up, as long as its positions end by 2**30; from
+    longer sequences, and from caches for them, no mask gives up pages.
 
     Args:
         config: as for `fa.kv.Spec.from_config`; or an `fa.kv.Spec`, which has its own dtype, format
@@ -259,11 +257,11 @@ def _estimate(
 def held_pages(spec: Spec, group: int, kv_len: int) -> int:
     """The most pages that a sequence names while it grows to kv_len token by token."""
     size = spec.page_size
-    left = _left(spec.stores[group], size, kv_len // size)
+    whole = kv_len // size
+    left = pages_left(spec.stores[group], size, whole)
     if left is None:
         return -(-kv_len // size)
-    whole = kv_len // size
-    return max(int(left[:whole].max(initial=-1)) + 1, int(left[whole]) + (kv_len % size > 0))
+    return max(left.most(whole) + 1, left.at(whole) + (kv_len % size > 0))
 
 
 def _unused_slots(spec: Spec, number: int, length: int) -> int:
@@ -273,27 +271,6 @@ def _unused_slots(spec: Spec, number: int, length: int) -> int:
         return spec.page_size if slots else 0  # the last rows are in the tail
     is_empty = number >= len(spec.groups) and not slots
     return min(length, spec.page_size) if is_empty else slots
-
-
-def _left(group: Group, size: int, whole: int) -> Ints | None:
-    """[n]: pages that are left of n full ones, at least up to `whole`; None where all are.
-
-    A commit looks for dead pages whenever the next query enters another page.
-    """
-    return _left_up_to(group, size, 1 << max(0, whole - 1).bit_length()) if whole else None
-
-
-@functools.lru_cache(maxsize=64)
-def _left_up_to(group: Group, size: int, most: int) -> Ints | None:
-    mask = MaskPages(group, size, max(2 * most * size, _LAST_QUERY))
-    if not mask.reclaims:
-        return None
-    left = np.zeros(most + 1, np.int64)
-    for n in range(1, most + 1):
-        pages = int(left[n - 1]) + 1 if group.reclaim == "compact" else n
-        left[n] = pages - int(mask.given_up(pages * size, pages).sum())
-    left.flags.writeable = False
-    return left
 
 
 def _group(spec: Spec, group: int, kv_len: int) -> GroupEstimate:
@@ -317,16 +294,16 @@ def _keys_read(group: Group, spec: Spec, kv_len: int, first: int = 0) -> int:
     """The keys from `first` on that the query at kv_len - 1 reads, in any head; all where a mask is
     not judged."""
     size = spec.page_size
-    left = _left(group, size, kv_len // size) if group.reclaim == "compact" else None
+    left = pages_left(group, size, kv_len // size) if group.reclaim == "compact" else None
     if left is not None:
-        kv_len = int(left[kv_len // size]) * size + kv_len % size
+        kv_len = left.at(kv_len // size) * size + kv_len % size
     if not kv_len or group.variant is None:
         return kv_len - first
     try:
         mask = MaskPages(replace(group, reclaim="holes"), 1, kv_len)
     except (InputError, ParamError):  # it depends on the request, which reclaim="never" allows
         return kv_len - first
-    return kv_len - first - int(mask.dead(kv_len - 1, kv_len)[first:].sum())
+    return mask.count_read(kv_len - 1, kv_len, first)
 
 
 def _kind(group: Group) -> str:

@@ -1,7 +1,7 @@
 """What each layer of a model stores for a token, from its Hugging Face config.
 
-`tests/kv/test_families.py` and `tests/full/test_kv_families.py` compare these layouts with the keys
-and values that transformers' own cache holds.
+`tests/kv/capacity/test_families.py` and `tests/full/test_kv_families.py` compare these layouts with
+the keys and values that transformers' own cache holds.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def read_layers(config: Any, cross: bool = False) -> list[Layer]:
     attention over keys of its own.
     """
     config = _text(config)
-    family = getattr(config, "model_type", None)
+    family = _family(config)
     if cross and not has_encoder(config):
         raise InputError(
             f"cross=True, but model_type={shown(family)} has no decoder layers that read an "
@@ -110,9 +110,13 @@ def read_layers(config: Any, cross: bool = False) -> list[Layer]:
         )
     config = _decoder(config)
     count = _size(config, "num_hidden_layers")
-    own = getattr(config, "per_layer_config", None)  # transformers' view of sizes that differ
-    parts = [config if own is None else own[i] for i in range(count)]
+    differ = getattr(config, "per_layer_config", None) is not None  # a view of transformers'
+    parts = [_of_layer(config, "per_layer_config", i) if differ else config for i in range(count)]
     stored = [i for i in range(count) if not _reuses(config, i, count)]
+    if not stored:
+        raise InputError(
+            f'kv_sharing_modes is "reuse" for all {count} layers: one must store keys of its own'
+        )
     if stored != list(range(len(stored))):
         raise InputError(
             f"layers {sorted(set(range(stored[-1])) - set(stored))} reuse the keys of others but "
@@ -131,13 +135,21 @@ def read_layers(config: Any, cross: bool = False) -> list[Layer]:
 def has_encoder(config: Any) -> bool:
     """Whether the decoder layers of a config read an encoder's keys as well."""
     config = _text(config)
+    return _family(config) in ENCODER_FAMILIES and bool(
+        getattr(config, "is_encoder_decoder", False)
+    )
+
+
+def _family(config: Any) -> str | None:
     family = getattr(config, "model_type", None)
-    return family in ENCODER_FAMILIES and bool(getattr(config, "is_encoder_decoder", False))
+    if family is None or isinstance(family, str):
+        return family
+    raise InputError(f'model_type={shown(family)} must be a name such as "llama", or None')
 
 
 def _decoder(config: Any) -> Any:
     """The config with the sizes of the decoder by their usual names."""
-    names = _DECODER_SIZES.get(getattr(config, "model_type", None) or "")
+    names = _DECODER_SIZES.get(_family(config) or "")
     if names is None:
         return config
     layers, heads, hidden, head_dim = names
@@ -166,10 +178,11 @@ def _text(config: Any) -> Any:
 
 def _reuses(config: Any, layer: int, count: int) -> bool:
     """Whether a layer reads the keys of another one, as in Gemma 3n."""
-    modes = getattr(config, "kv_sharing_modes", None)
-    if modes is not None:
-        return bool(modes[layer] == "reuse")
-    return layer >= count - (getattr(config, "num_kv_shared_layers", None) or 0)
+    if getattr(config, "kv_sharing_modes", None) is not None:
+        return bool(_of_layer(config, "kv_sharing_modes", layer) == "reuse")
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    rule = f"must be 0 or more, and below num_hidden_layers={count}: a layer must store its keys"
+    return layer >= count - check_int("num_kv_shared_layers", shared, 0, count - 1, rule)
 
 
 def _layer(config: Any, own: Any, layer: int) -> Layer:
@@ -197,25 +210,35 @@ def _layer(config: Any, own: Any, layer: int) -> Layer:
 
 def _kind(config: Any, own: Any, layer: int) -> tuple[str, int]:
     """The kind of a layer by transformers' name, with the length of its window or chunk."""
-    types = getattr(config, "layer_types", None)
-    if types is None:
+    if getattr(config, "layer_types", None) is None:
         window = getattr(own, "sliding_window", None)
         full = getattr(config, "max_window_layers", None) or 0
         sliding = window is not None and getattr(config, "use_sliding_window", True)
         sliding = sliding and layer >= check_int("max_window_layers", full, 0)
         kind = WINDOW if sliding else FULL
-    elif layer >= len(types):
-        raise InputError(f"layer_types has {len(types)} entries, but layer {layer} exists")
     else:
-        kind = types[layer]
+        kind = _of_layer(config, "layer_types", layer)
     if kind == FULL:
         return FULL, 0
-    if kind not in _LENGTHS:
+    if not isinstance(kind, str) or kind not in _LENGTHS:
         raise InputError(
-            f"layer {layer} is of kind {shown(kind)}; a Spec is made from a config for "
+            f"layer_types[{layer}]={shown(kind)}; a Spec is made from a config for "
             f"{', '.join((FULL, *_LENGTHS))}"
         )
     return kind, _size(own, _LENGTHS[kind])
+
+
+def _of_layer(config: Any, name: str, layer: int) -> Any:
+    """A layer's entry of a list of the config."""
+    entries = getattr(config, name)
+    try:
+        return entries[layer]
+    except (IndexError, KeyError, TypeError):
+        found = f" has {len(entries)} entries" if hasattr(entries, "__len__") else ""
+        raise InputError(
+            f"{name}{found or '=' + shown(entries)}, but layer {layer} exists: give one for each "
+            "of num_hidden_layers"
+        ) from None
 
 
 def _size(config: Any, name: str, default: int | None = None, missing: int | None = None) -> int:

@@ -217,10 +217,14 @@ def _option(
     passing = [-(-max_step_tokens // spec.page_size) if n < whole else 0 for n in held]
     left = budget_bytes - sum((n + 1) * b for n, b in zip(passing, page_bytes, strict=True))
     scale = left / sum(n * b for n, b in zip(held, page_bytes, strict=True))
-    num_pages = tuple(int(n * scale) + m for n, m in zip(held, passing, strict=True))
+    num_pages = tuple(
+        min(int(n * scale) + m, INT32_MAX - 1) for n, m in zip(held, passing, strict=True)
+    )
     if scale <= 0 or min(num_pages) < 1:
         return Option(kv_format, spec, (), 0, Replay(False))
-    cache = Cache(spec, num_pages, max_kv_len=max(lengths), device="meta")
+    # More pages than all requests together have are never used.
+    used = [min(n, whole + len(lengths)) for n in num_pages]
+    cache = Cache(spec, used, max_kv_len=max(lengths), device="meta")
     replay = _Replay(cache, requests, max_batch, max_step_tokens).run()
     num_bytes = sum((n + 1) * size for n, size in zip(num_pages, page_bytes, strict=True))
     return Option(kv_format, spec, num_pages, num_bytes, replay)

@@ -1,4 +1,4 @@
-"""Wrong calls of `BatchAttention` and of plan(): which class was called, and what to write instead.
+"""Wrong calls of batches and `varlen_attention`: what was called, and what to write instead.
 
 Python's own TypeError names the class that defines a method, and no remedy.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from ...errors import InputError
+from ...variants.counterparts import counterparts_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -44,11 +45,41 @@ def by_name(what: str, instead: str) -> Callable[[_Method[_S, _P, _R]], _Method[
             if not takes_any and (unknown := [name for name in kwargs if name not in known]):
                 options = ", ".join(name for name in known if name != "self")
                 raise InputError(
-                    f"{called} has no option {', '.join(unknown)}; its options are {options}"
+                    f"{called} has no option {', '.join(unknown)}{counterparts_of(unknown)}; its "
+                    f"options are {options}"
                 )
             if missing := [name for name in needed if name not in kwargs]:
                 raise InputError(f"{called} needs {', '.join(f'{name}=' for name in missing)}")
             return method(self, *args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def needs_arguments(what: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: calls without an argument that has no default raise InputError, which says what
+    stands for the arguments of other libraries.
+
+    what: what is called.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        needed = [
+            name
+            for name, one in inspect.signature(function).parameters.items()
+            if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty
+        ]
+        count = len(needed)
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if len(args) < count:
+                missing = [name for name in needed[len(args) :] if name not in kwargs]
+                if missing:
+                    others = counterparts_of([name for name in kwargs if name not in needed])
+                    raise InputError(f"{what} needs {', '.join(missing)}{others}")
+            return function(*args, **kwargs)
 
         return checked
 

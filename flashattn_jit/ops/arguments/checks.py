@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from ...codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ...errors import GradError, InputError
-from ...torch_modes import GRAD_MESSAGE, PLAIN, need_values, refuse_transforms, unreadable
+from ...torch_modes import PLAIN, grad_message, need_values, refuse_transforms, unreadable
 from ...variants.ir.dtypes import KV_NAMES, row_dim
 from ...variants.ir.ir import LATENT_ROWS
 
@@ -50,12 +50,7 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
             raise InputError(
                 f"{name} must be {layout}, got {tensor.dim()} dims: {tuple(tensor.shape)}"
             )
-        allowed = Q_DTYPES if name == "q" else KV_DTYPES
-        if KV_NAMES.get(tensor.dtype) not in allowed:
-            names = ", ".join(allowed)
-            raise InputError(
-                f"{name} has dtype {tensor.dtype}; supported: {names}. Convert it first"
-            )
+        check_dtype(name, tensor.dtype)
         if tensor.device.type not in ("cpu", "cuda"):
             raise InputError(
                 f"{name} is on device {tensor.device}, but kernels run on cpu and cuda tensors; "
@@ -74,6 +69,14 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
             )
         check_not_lazy(name, tensor)
     check_devices({"q": q, "k": k, "v": v})  # type: ignore[dict-item]  # tensors by now
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises InputError for a dtype that no target takes for `name`: q, k or v."""
+    allowed = Q_DTYPES if name == "q" else KV_DTYPES
+    if KV_NAMES.get(dtype) not in allowed:
+        names = ", ".join(allowed)
+        raise InputError(f"{name} has dtype {dtype}; supported: {names}. Convert it first")
 
 
 def check_readable(name: str, tensor: object) -> torch.Tensor:
@@ -173,10 +176,20 @@ def check_head_dims(head_dim: int, k_head_dim: int, head_dim_v: int) -> None:
             raise InputError(f"{name}={value} is not supported; it must be 1 to {MAX_HEAD_DIM}")
 
 
-def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int) -> None:
-    """Raises InputError unless num_kv_heads divides num_q_heads and is the same in k and v."""
+def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int, dim: int = 1) -> None:
+    """Raises InputError unless num_kv_heads divides num_q_heads and is the same in k and v.
+
+    dim: that of the heads in k and v.
+    """
     if num_kv_heads != v_heads:
-        raise InputError(f"v has num_kv_heads={v_heads}, but k has num_kv_heads={num_kv_heads}")
+        remedy = "pass k and v of the same layer: each head of k has one of v"
+        for name, few, many in (("v", v_heads, num_kv_heads), ("k", num_kv_heads, v_heads)):
+            if 0 < few < many and many % few == 0:
+                repeated = f"{name}.repeat_interleave({many // few}, {dim})"
+                remedy = f"to share each head of {name}, pass {repeated}"
+        raise InputError(
+            f"v has num_kv_heads={v_heads}, but k has num_kv_heads={num_kv_heads}; {remedy}"
+        )
     if num_q_heads < 1 or num_kv_heads < 1:
         raise InputError(
             f"num_q_heads={num_q_heads} and num_kv_heads={num_kv_heads} must be at least 1"
@@ -184,6 +197,18 @@ def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int) -> None:
     if num_q_heads % num_kv_heads:
         raise InputError(
             f"k has num_kv_heads={num_kv_heads}, which does not divide num_q_heads={num_q_heads}"
+        )
+
+
+def check_sizes(batch: int, num_q_heads: int, num_kv_heads: int, q_len: int, kv_len: int) -> None:
+    """Raises InputError for sizes of a dense call that kernels cannot count in 32 bits."""
+    group = num_q_heads // num_kv_heads
+    counts = (batch, num_q_heads, q_len * group, kv_len, batch * q_len, batch * kv_len)
+    if max(counts) > INT32_MAX:
+        raise InputError(
+            f"num_q_heads={num_q_heads}, q_len={q_len} x group_size={group}, kv_len={kv_len} or "
+            f"batch={batch} x length does not fit 32 bits: more than {INT32_MAX}; split the batch "
+            "or the sequence"
         )
 
 
@@ -208,12 +233,7 @@ def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if kv_len != v_len:
         raise InputError(f"v has kv_len={v_len}, but k has kv_len={kv_len}")
     check_head_dims(row_dim(q), row_dim(k), row_dim(v))
-    group = num_q_heads // num_kv_heads
-    if max(q_len * group, kv_len, batch * q_len, batch * kv_len) > INT32_MAX:
-        raise InputError(
-            f"q_len={q_len} x group_size={group}, kv_len={kv_len} or batch x length does not fit "
-            "32 bits; split the batch or the sequence"
-        )
+    check_sizes(batch, num_q_heads, num_kv_heads, q_len, kv_len)
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -228,7 +248,7 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def check_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Checks q [Nq, Hq, D], k and v [pages, page_size, Hkv, D or Dv]. Raises InputError."""
     check_tensors(q, k, v, PAGED)
-    check_heads(q.shape[1], k.shape[2], v.shape[2])
+    check_heads(q.shape[1], k.shape[2], v.shape[2], 2)
     check_head_dims(row_dim(q), row_dim(k), row_dim(v))
     for dim, what in enumerate(("num_pages", "page_size")):
         if k.shape[dim] != v.shape[dim]:
@@ -237,20 +257,38 @@ def check_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise InputError(f"num_pages={k.shape[0]} does not fit 32 bits")
 
 
-def check_grad(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises GradError for an input with derivatives: ops have no backward or forward-mode rule."""
+QKV = ("q", "k", "v")
+
+
+def check_grad(
+    tensors: Sequence[torch.Tensor], names: Sequence[str], of_variant: Sequence[str] = ()
+) -> None:
+    """Raises GradError for an input with derivatives: ops have no backward or forward-mode rule.
+
+    names: of the first tensors, for messages. of_variant: of the others, which are the variant's.
+    """
     if forward_ad._current_level >= 0:
-        for tensor in tensors:
+        for i, tensor in enumerate(tensors):
             if forward_ad.unpack_dual(tensor).tangent is not None:
                 raise GradError(
-                    "an input has a forward-mode tangent, but this engine is inference only; pass "
-                    "the primal, torch.autograd.forward_ad.unpack_dual(x).primal"
+                    f"{_name_of(i, names, of_variant)} has a forward-mode tangent, but this engine "
+                    "is inference only; pass the primal, "
+                    "torch.autograd.forward_ad.unpack_dual(x).primal"
                 )
     if not torch.is_grad_enabled():
         return
-    for tensor in tensors:
+    for i, tensor in enumerate(tensors):
         if tensor.requires_grad:
-            raise GradError(GRAD_MESSAGE)
+            raise GradError(grad_message(_name_of(i, names, of_variant)))
+
+
+def _name_of(i: int, names: Sequence[str], of_variant: Sequence[str]) -> str:
+    return names[i] if i < len(names) else variants_tensor(of_variant[i - len(names)])
+
+
+def variants_tensor(name: str) -> str:
+    """What messages call a param or a captured tensor."""
+    return f"the variant's tensor {name!r}"
 
 
 def check_scale(scale: Scale | None, head_dim: int) -> float:
@@ -283,7 +321,7 @@ def _number_of(scale: torch.Tensor) -> float:
             "multiplies by the tensor: kernels read it where it is"
         )
     need_values("scale", "a launch takes it as a number", (scale,))
-    check_grad((scale,))
+    check_grad((scale,), ("scale",))
     return scale.item()
 
 
@@ -306,7 +344,8 @@ def no_tensor(name: str, value: object) -> str:
         return kind
     if array.size and array.dtype.kind not in "iu":
         return kind  # a conversion would truncate
-    return f"{kind}; make one: torch.tensor({name.rpartition('.')[2]}, dtype=torch.int32)"
+    argument = name.rpartition(": ")[2].rpartition(".")[2]  # of "level 0: storage.kv_indptr"
+    return f"{kind}; make one: torch.tensor({argument}, dtype=torch.int32)"
 
 
 def check_host_integers(name: str, value: object, planned: str = "lengths") -> torch.Tensor:

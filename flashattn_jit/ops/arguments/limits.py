@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
+from functools import cache
+
+import torch
 
 from .checks import check_int
 
@@ -39,3 +43,14 @@ class Limits:
     def native(self) -> tuple[int, int, int, int]:
         """The bounds as a tuple, for the scheduler."""
         return self.max_requests, self.max_q_tokens, self.max_kv_len, self.max_pages
+
+
+@cache
+def memory_bytes(device: torch.device) -> int:
+    """Bytes of memory that a device has in all; 2**63 - 1 where nobody tells."""
+    try:
+        if device.type == "cuda":
+            return int(torch.cuda.get_device_properties(device).total_memory)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AssertionError, RuntimeError, OSError, ValueError, AttributeError):
+        return 2**63 - 1

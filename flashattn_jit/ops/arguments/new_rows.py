@@ -23,8 +23,7 @@ def check_new_rows(name: str, new: torch.Tensor, cache: torch.Tensor, codes: boo
             if rank == 4:
                 layout = "[num_pages, page_size, num_kv_heads, head_dim]"
             raise InputError(f"{label} must be {layout}, got {list(tensor.shape)}")
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise InputError(f"{label} is on {tensor.device}; pages are on cpu or cuda tensors")
+        check_place(label, tensor)
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
             raise InputError(
                 f"{label}'s last dim must be contiguous, its stride is {tensor.stride(-1)}"
@@ -41,6 +40,13 @@ def check_new_rows(name: str, new: torch.Tensor, cache: torch.Tensor, codes: boo
         )
     if is_expanded(cache):
         raise InputError(f"{name}_pages is an expanded tensor: several entries share one address")
+
+
+def check_place(name: str, tensor: torch.Tensor) -> None:
+    """Raises InputError for a tensor on a device that no pages are on."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        without = ", so it has no values" if tensor.is_meta else ""
+        raise InputError(f"{name} is on {tensor.device}{without}; pages are on cpu or cuda tensors")
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
@@ -75,15 +81,17 @@ def check_memory(
         raise InputError(
             "k_pages, v_pages and their scales and zeros share memory: they would be overwritten"
         )
-    caches = [
-        (label, cache.untyped_storage()._cdata)
-        for label, cache in (("k_pages", k_pages), ("v_pages", v_pages))
-    ]
     for name, new in (("k", k), ("v", v)):
-        memory = new.untyped_storage()._cdata
-        for label, other in caches:
-            if memory == other and new.numel():
+        for label, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
+            if _overlap(new, cache):
                 raise InputError(f"{name} lies in the memory of {label}; pass {name}.clone()")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the ranges of addresses from the first to the last entry have a byte in common."""
+    first, second = a.data_ptr(), b.data_ptr()
+    apart = second >= first + checks.extent(a) or first >= second + checks.extent(b)
+    return not apart and bool(a.numel()) and bool(b.numel())
 
 
 def used_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -142,6 +142,14 @@ def _number_layout(numbers: torch.Tensor | None, dtype: int) -> _Layout:
     return sizes, (*steps, *of_group, 1 + _NUMBER_DTYPES.index(numbers.dtype))
 
 
+class Launched(NamedTuple):
+    """A launch on the host, the dims of its variant and the pages of its tokens."""
+
+    call: _C.BatchCall
+    dims: Dims
+    page_indices: torch.Tensor
+
+
 class Changes:
     """Appends of rows that the hooks of a variant change, on tensors of one form, on any target.
 
@@ -174,8 +182,9 @@ class Changes:
 
     def run(
         self, given: Sequence[torch.Tensor], codes: Sequence[BesideCodes], bound: Bound
-    ) -> None:
+    ) -> Launched | None:
         """Write k and v, changed, into k_pages and v_pages; `given` and `codes` as at the start.
+        Returns None where the target is a device's, emulated or not.
 
         bound: the variant, bound to `dims`. Raises CompileError, LaunchError, InputError for a
         variant with more params than a kernel takes, or that reads `fa.q_row` where positions are
@@ -192,14 +201,15 @@ class Changes:
             views, names = [as_bytes(t) for t in given], known.tensor_names
             tensors = _launch_tensors(self._places, views, held, params, scalars, names, codes)
             launch(block, call, tensors, 1.0)
-            return
+            return None
         k, v, k_pages, v_pages = [t.data_ptr() for t in given]
         beside = [address for side in codes for address in side.addresses()]
-        indices = self._places.page_indices.data_ptr()
+        indices = self._places.page_indices
         call.launch(
             k, k_pages, v_pages, k_pages, 0, 1.0, torch.get_num_threads(),
-            (*params, k, v, k_pages, v_pages, *beside), scalars, 0, 0, indices,
+            (*params, k, v, k_pages, v_pages, *beside), scalars, 0, 0, indices.data_ptr(),
         )  # fmt: skip
+        return Launched(call, self.dims, indices)
 
     def _plan(self, known: Structure, own: Layouts) -> Planned:
         if self._places.has_positions and reads_builtin(known.ir, "q_row"):

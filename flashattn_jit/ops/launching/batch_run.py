@@ -140,7 +140,7 @@ class Planned:
             refuse_mask_params(self.variant, params, bound.mask_params)
             variation = self._vary(bound, unaligned, params)
         tensors, scalars = variation.values(bound)
-        checks.check_grad((q, k, v, *tensors))
+        checks.check_grad((q, k, v, *tensors), checks.QKV, bound.structure.tensor_names)
         addresses, layouts, held = bind_tensors(variation.known, tensors)
         return_lse = return_lse or lse is not None
         with_lse = return_lse or (partial and not self.pointwise)

@@ -16,7 +16,7 @@ import torch
 from ... import _C, env
 from ...codegen.spec import call_target, on_cpu
 from ...errors import InputError
-from ...torch_modes import refuse_capture
+from ...torch_modes import increment_version, refuse_capture
 from ...variants.binding import Bound, Swap, bind, bind_outside_modes, captured
 from ...variants.ir.ir import unscaled_integers
 from ...variants.variant import Variant
@@ -196,7 +196,9 @@ def launch(
         result = torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=device)
     else:
         result = out
+    given: Sequence[torch.Tensor] = ()
     if out is not None or lse is not None:
+        given = [x for x in (out, lse) if x is not None]
         inputs = (q, k, v, *params[: len(ready.input_bytes) - 3])
         _check_written(out, lse, ready.out_bytes, ready.lse_bytes, inputs, ready.input_bytes)
     if lse is None and ready.return_lse:
@@ -231,6 +233,8 @@ def launch(
             names=known.tensor_names, num_params=len(known.ir.tensors),
         )  # fmt: skip
         plan_memory.launch(plan.block, call, launched, scale)
+    if given:
+        increment_version(given)
     return result, lse
 
 
@@ -289,7 +293,7 @@ def attend(
     """
     bound = (bind if direct else bind_outside_modes)(variant, requests.dims, params, swap)
     known = bound.structure
-    checks.check_grad((q, k, v, *bound.tensors))
+    checks.check_grad((q, k, v, *bound.tensors), checks.QKV, known.tensor_names)
     asked = (bool(return_lse), bool(partial), out is not None, lse is not None)
     return_lse = return_lse or lse is not None
     checks.check_lse(return_lse, known.pointwise)

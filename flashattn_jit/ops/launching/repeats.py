@@ -62,17 +62,17 @@ class Repeat:
         self._variation, self.launch, self._layouts = variation, launch, layouts
         lse = None
         if launch.return_lse:
-            lse = launch.shape[:-1], launch.lse_strides, _example(torch.float32)
+            lse = launch.shape[:-1], launch.lse_strides, example_of(torch.float32)
         page_indices, key_blocks = variation.pointers
         # Not of the tensors: another thread may have rebound them since they were checked.
         tensors = (
-            (form.q_shape, form.strides[0], _example(form.dtypes[0])),
-            (form.k_shape, form.strides[1], _example(form.dtypes[1])),
-            (form.v_shape, form.strides[2], _example(form.dtypes[2])),
-            (launch.shape, launch.strides, _example(launch.dtype)),
+            (form.q_shape, form.strides[0], example_of(form.dtypes[0])),
+            (form.k_shape, form.strides[1], example_of(form.dtypes[1])),
+            (form.v_shape, form.strides[2], example_of(form.dtypes[2])),
+            (launch.shape, launch.strides, example_of(launch.dtype)),
             lse,
         )
-        params = [(*x, _example(t.dtype)) for x, t in zip(layouts, bound.tensors, strict=False)]
+        params = [(*x, example_of(t.dtype)) for x, t in zip(layouts, bound.tensors, strict=False)]
         planned = dict(variation.mask_tensors)
         self._make = functools.partial(
             _C.RepeatedCall, launch.call, tensors, params=params, plan=variation, asked=asked,
@@ -100,7 +100,7 @@ class Repeat:
         variation = self._variation
         tensors, scalars = variation.values(bound)
         if tensors:
-            checks.check_grad(tensors)
+            checks.check_grad(tensors, (), variation.known.tensor_names)
         addresses, layouts, _held = bind_tensors(variation.known, tensors)
         if layouts != self._layouts:
             return None
@@ -163,6 +163,6 @@ def forget_calls() -> None:
     _calls.clear()
 
 
-def _example(dtype: torch.dtype) -> torch.Tensor:
+def example_of(dtype: torch.dtype) -> torch.Tensor:
     """A tensor of a dtype; DLPack has none for codes of 4 bits, which are read as bytes."""
     return example(torch.uint8 if dtype == CODES4 else dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ def bind_plan(
     except FlashAttnJitError as error:
         if not missing:
             raise
+        remedy = _declared_dtype(variant, dims, params, missing) or "declare their sizes as ints"
         raise ParamError(
             f"plan() does not know the values of {', '.join(missing)}, which come with run(), and "
             f"{variant.name} cannot be traced without: give them when making the variant, or "
-            f"declare their sizes as ints ({error})"
+            f"{remedy} ({error})"
         ) from error
     for name in missing:
         if name in bound.mask_params:
@@ -61,6 +63,19 @@ def bind_plan(
     return bound
 
 
+def _declared_dtype(variant: Variant, dims: Dims, params: Params, missing: list[str]) -> str:
+    """The declaration of a dtype of one missing param with which the variant can be traced, in
+    words; empty if there is none."""
+    for d in _without_value(variant):
+        if d.name in missing and d.param.kind == "tensor" and d.param.dtypes is None:
+            for dtype in (torch.bool, torch.int64):
+                with suppress(FlashAttnJitError):
+                    bind_on_host(variant, dims, {**params, d.name: stand_in(d.param, dims, dtype)})
+                    sizes = "".join(f"{size!r}, " for size in d.param.dims)
+                    return f"declare the dtype of {d.name}: fa.tensor({sizes}dtype={dtype})"
+    return ""
+
+
 def _without_value(variant: Variant) -> list[Any]:
     """The declared params that have neither a default nor a value of the variant's."""
     return [
@@ -73,7 +88,7 @@ def _without_value(variant: Variant) -> list[Any]:
 def stand_in(param: Param, dims: Dims, dtype: torch.dtype | None = None) -> object:
     """A value of a param's kind: plans choose kernels by its kind and never read the value."""
     if param.kind == "scalar":
-        return param.type(1)
+        return param.type(1 if param.limit is None else max(1, param.limit.least))
     sizes = []
     for size in param.dims:
         known = getattr(dims, size.removesuffix("|1"), 2) if isinstance(size, str) else size

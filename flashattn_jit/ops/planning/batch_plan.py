@@ -39,7 +39,7 @@ from ...variants.ir.dtypes import KV_NAMES
 from ...variants.ir.ir import VariantIR
 from ...variants.params import Dims
 from ..arguments.calls import BlockMaskLayout, Call, bind_tensors
-from ..arguments.limits import Limits
+from ..arguments.limits import Limits, memory_bytes
 from ..keys.key_lists import KeyLists
 
 if TYPE_CHECKING:
@@ -85,6 +85,12 @@ class Options:
     def group_size(self) -> int:
         """Query heads per key-value head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def query_bounds(self) -> tuple[int, int]:
+        """group_size, and the rows of q that the memory of the device can hold."""
+        row_bytes = self.num_q_heads * self.head_dim * self.q_dtype.itemsize
+        return self.group_size, memory_bytes(self.device) // row_bytes
 
     @property
     def cpu(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ...errors import FlashAttnJitError, GradError, InputError
-from ...torch_modes import GRAD_MESSAGE, VMAP_MESSAGE, has_no_values, refuse_transforms, unreadable
+from ...torch_modes import VMAP_MESSAGE, grad_message, has_no_values, refuse_transforms, unreadable
 from ...variants.variant import as_variant, is_pointwise
 from ..arguments import checks
 from ..arguments.torch_inputs import autocast
@@ -156,7 +156,7 @@ def append(
     if not torch.compiler.is_dynamo_compiling():
         _refuse_functionalize("k_pages or v_pages", (k_pages, v_pages))
         if _is_transformed():
-            _check_transforms(given)
+            _check_transforms(given, ("k", "v", "k_pages", "v_pages"))
     if not isinstance(paged, Paged):
         raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
     tables = (paged.page_indptr, paged.page_indices, paged.last_page_len)
@@ -218,13 +218,18 @@ def _call(
 
     use = _use()
     info, inputs = graphs.inputs(use, variant, params, arguments)
+    held = ["a tensor of the variant"] * (len(inputs.tensors) - len(info.names))
+    held += [checks.variants_tensor(name) for name in info.names]
     if torch.compiler.is_dynamo_compiling():
         # The op of a refusal would not run if only derivatives are used.
-        for why in derivatives((*named.values(), *results, *inputs.tensors)):
+        names = (*named, "out", "lse", *held)
+        for why in derivatives((*named.values(), *results, *inputs.tensors), names):
             raise GradError(why)
-    problem = _problem(named, inputs.tensors, results)
+    problem = _problem(named, params, inputs.tensors, held, results)
     if use == "once" and _is_transformed():
-        problem = problem or _lost_transform((*values, *inputs.tensors))
+        problem = problem or _lost_transform(
+            (*values, *inputs.tensors), (*named, "out", "lse", *arguments, *params, *held)
+        )
     if problem is not None:
         if use == "once":
             sites.release(info.number)
@@ -260,10 +265,14 @@ def _run(op: Any, given: Sequence[Any], site: int = -1, **more: Any) -> Any:
 
 
 def _problem(
-    named: Values, tensors: Sequence[torch.Tensor], results: tuple[Any, Any]
+    named: Values,
+    params: Values,
+    tensors: Sequence[torch.Tensor],
+    names: Sequence[str],
+    results: tuple[Any, Any],
 ) -> tuple[str, str] | None:
     """The class and message of the error for inputs that the op's schema cannot represent, and for
-    gradients, which only the tracer sees; None if there is none."""
+    gradients, which only the tracer sees; None if there is none. names: of the tensors."""
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             return "InputError", f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
@@ -272,9 +281,10 @@ def _problem(
             got = type(result).__name__
             return "InputError", f"{name} must be a torch.Tensor or None, got {got}"
     if torch.is_grad_enabled():
-        for tensor in (*named.values(), *tensors):
-            if tensor.requires_grad:
-                return "GradError", GRAD_MESSAGE
+        given = (*named.items(), *params.items(), *zip(names, tensors, strict=True))
+        for name, tensor in given:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                return "GradError", grad_message(name)
     return None
 
 
@@ -300,21 +310,22 @@ def _is_transformed() -> bool:
     )
 
 
-def _lost_transform(values: Iterable[object]) -> tuple[str, str] | None:
+def _lost_transform(values: Sequence[object], names: Sequence[str]) -> tuple[str, str] | None:
     """The error, as `_problem` returns it, for a tensor whose transform an op would drop."""
     try:
-        _check_transforms(values)
+        _check_transforms(values, names)
     except FlashAttnJitError as error:
         return type(error).__name__, str(error)
     return None
 
 
-def _check_transforms(values: Iterable[object]) -> None:
+def _check_transforms(values: Sequence[object], names: Sequence[str]) -> None:
     """Raises GradError or InputError for a tensor whose transform an op would drop."""
-    tensors = [x for x in values if isinstance(x, torch.Tensor)]
-    checks.check_grad(tensors)
-    for tensor in tensors:
-        refuse_transforms(tensor)
+    pairs = zip(names, values, strict=True)
+    tensors = [(name, x) for name, x in pairs if isinstance(x, torch.Tensor)]
+    checks.check_grad([x for _, x in tensors], [name for name, _ in tensors])
+    for name, tensor in tensors:
+        refuse_transforms(tensor, name)
 
 
 def _refuse_functionalize(what: str, values: Iterable[object]) -> None:

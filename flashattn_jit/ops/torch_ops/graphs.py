@@ -6,9 +6,9 @@ as inputs. When the graph runs, the op makes the ordinary call: the same checks,
 the same kernels. So a new value of a scalar, a new captured tensor or a new length changes an input
 of the graph, not the graph.
 
-The numbers of a Variant object that was made before tracing are read when the graph runs. If the
-traced function itself assigns one (``variant.window = 9``), the graph does not see it, as Python
-side effects are applied after the graph: pass such a number by keyword.
+The numbers of a Variant object that was made before tracing are read when the graph runs, but for
+those that the traced function itself assigns before the call (``variant.window = 9``; see
+`pending`): they are inputs of the graph.
 
 Importing this file imports Dynamo.
 """
@@ -25,6 +25,7 @@ from ...variants.variant import FULL, Variant
 from . import sites
 from .outline import Found, made_inside, outline
 from .paths import CELL, CELLS, ITEM
+from .pending import changes_before_call
 from .sites import SiteInfo, Use
 
 # Dynamo runs these functions untraced and treats their results as constants. It guards on the
@@ -59,19 +60,31 @@ def inputs(
     is_live = isinstance(variant, Variant) and not (
         torch.compiler.is_dynamo_compiling() and made_inside(variant, [])[0]
     )
+    info = _site_of(use, variant, params, arguments, is_live, found)
+    if info.number < 0:  # sites.NOT_LIVE
+        found = Found()
+        info = _site_of(use, variant, params, arguments, False, found)
+    tensors, numbers = _read(tuple(found.outside), info)
+    floats = found.floats + [x for x in numbers if isinstance(x, (float, torch.SymFloat))]
+    ints = found.ints + [x for x in numbers if not isinstance(x, (float, torch.SymFloat))]
+    return info, Inputs(found.tensors + tensors, _packed(floats), ints, info.number)
+
+
+def _site_of(
+    use: Use, variant: Any, params: Mapping[str, Any], arguments: Mapping[str, Any],
+    is_live: bool, found: Found,
+) -> SiteInfo:  # fmt: skip
+    """The description of a call's site. is_live: see `sites.call_site`. found: is filled."""
     if is_live:
         found.outside.append(variant)
         variant = None
     of_call = outline((variant, dict(params), dict(arguments)), found)
     counts = (len(found.tensors), len(found.floats), len(found.ints))
     if found.problem:
-        info = SiteInfo(refusal(use, "VariantError", found.problem))
-    else:
-        info = _call_site(use, of_call, counts, tuple(found.names), is_live, *found.outside)
-    tensors, numbers = _read(tuple(found.outside), info)
-    floats = found.floats + [x for x in numbers if isinstance(x, (float, torch.SymFloat))]
-    ints = found.ints + [x for x in numbers if not isinstance(x, (float, torch.SymFloat))]
-    return info, Inputs(found.tensors + tensors, _packed(floats), ints, info.number)
+        return SiteInfo(refusal(use, "VariantError", found.problem))
+    names, changes = tuple(found.names), changes_before_call()
+    info: SiteInfo = _call_site(use, of_call, counts, names, is_live, changes, *found.outside)
+    return info
 
 
 def _read(outside: Any, info: SiteInfo) -> tuple[list[torch.Tensor], list[float]]:

@@ -175,10 +175,11 @@ def made_inside(x: Any, seen: list[Any]) -> tuple[list[Any], list[Any], list[Any
     return facts, cells, defaults, slots
 
 
-def derivatives(tensors: Sequence[Any]) -> list[str]:
+def derivatives(tensors: Sequence[Any], names: Sequence[str]) -> list[str]:
     """The error messages of a call inside of a `torch.func` transform that would drop derivatives.
 
     Traced code cannot see that a tensor belongs to a transform; Dynamo's example tensors do.
+    names: of the tensors, for the messages.
     """
     found: list[str] = []
     from torch._dynamo.comptime import comptime
@@ -193,8 +194,12 @@ def _look_at_tensors(context: Any) -> None:
     if torch._C._functorch.peek_interpreter_stack() is None:
         return
     traced = [x.realize() for x in _local(context, "tensors").items]
+    names = [x.as_python_constant() for x in _local(context, "names").items]
+    kept = [(x, name) for x, name in zip(traced, names, strict=True) if x.is_tensor()]
     try:
-        check_grad([x.as_proxy().node.meta["example_value"] for x in traced if x.is_tensor()])
+        check_grad(
+            [x.as_proxy().node.meta["example_value"] for x, _ in kept], [name for _, name in kept]
+        )
     except GradError as error:
         _local(context, "found").items.append(variables.ConstantVariable.create(str(error)))
 

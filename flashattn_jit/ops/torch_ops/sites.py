@@ -35,6 +35,7 @@ from ...variants.variant import variant as function_variant
 from ..keys.block_mask import own_mask_mod
 from .outline import Maker, Outline
 from .paths import ATTRIBUTE, ITEM, Path, Paths
+from .pending import Change, changes_values, take
 
 Tensors = Sequence[torch.Tensor]
 
@@ -49,7 +50,8 @@ class SiteInfo(NamedTuple):
     objects outside. tensors, numbers, fixed, functions: indices of the paths to captured tensors,
     to Python numbers, to functions and constants whose value is guarded, and to functions whose
     identity is guarded. pointwise: there is no lse. keys: paths to dicts whose keys are guarded.
-    absent: paths to objects, and attributes that they do not have of their own.
+    absent: paths to objects, and attributes that they do not have of their own. names: of the
+    captured tensors, for messages.
     """
 
     number: int
@@ -61,6 +63,11 @@ class SiteInfo(NamedTuple):
     pointwise: bool = False
     keys: tuple[int, ...] = ()
     absent: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    names: tuple[str, ...] = ()
+
+
+NOT_LIVE = SiteInfo(-1)
+"""In place of a live variant's site: traced code has to read the variant's numbers."""
 
 
 class Hooks(NamedTuple):
@@ -170,6 +177,7 @@ def call_site(
     counts: tuple[int, int, int],
     names: tuple[str, ...],
     is_live: bool,
+    changes: int,
     *outside: Any,
 ) -> SiteInfo:
     """Makes the site of a call, and returns its description.
@@ -177,12 +185,15 @@ def call_site(
     outline: of (variant, params, arguments). counts: its numbers of tensors, floats and ints.
     names: of methods in it. outside: the objects that it refers to. is_live: the first of these is
     the variant, made before the traced function: its numbers are read when the graph runs, and are
-    no inputs of the graph.
+    no inputs of the graph. changes: those of `pending.changes_before_call`; where they change a
+    live variant's values, the result is `NOT_LIVE`.
     """
     try:
+        pending = take(changes)
         if is_live:
-            return _live_site(use, outline, counts[0], outside)
+            return _live_site(use, outline, counts[0], outside, pending)
         walk = Walk(outside, frozenset(names))
+        changes_values(walk, pending)
         paths = Paths(walk)
         reached = [paths.index(at) for at in (*walk.yielding("tensor"), *walk.yielding("number"))]
         for name, index in zip((*walk.tensor_names, *walk.number_names), reached, strict=True):
@@ -200,6 +211,7 @@ def call_site(
         return SiteInfo(
             _number(site, use), tuple(paths.made), tuple(found[:count]), tuple(found[count:]),
             fixed, (), site.is_pointwise(outside), keys, absent,
+            tuple(walk.tensor_names),
         )  # fmt: skip
     except FlashAttnJitError as error:
         return SiteInfo(refusal(use, type(error).__name__, str(error)))
@@ -327,10 +339,14 @@ def _shell(t: torch.Tensor) -> torch.Tensor:
 # --- variants that were made before: read anew in every run --------------------------------------
 
 
-def _live_site(use: Use, outline: Outline, count: int, outside: Sequence[Any]) -> SiteInfo:
+def _live_site(
+    use: Use, outline: Outline, count: int, outside: Sequence[Any], pending: Sequence[Change]
+) -> SiteInfo:
     chosen: Variant = outside[0]
     given = set(outline[1][1][1])
     walk = _walk(chosen, given)
+    if changes_values(walk, pending):
+        return NOT_LIVE
     paths = Paths(walk, params=_param_paths(chosen, given), cell_readers=use == "compiled")
     reached = [paths.index(at) for at in walk.yielding("tensor")]
     compiled = use == "compiled"
@@ -348,6 +364,7 @@ def _live_site(use: Use, outline: Outline, count: int, outside: Sequence[Any]) -
         pointwise=is_pointwise(chosen),
         keys=keys,
         absent=absent,
+        names=tuple([walk.tensor_names[i] for i in replaced]),
     )
 
 

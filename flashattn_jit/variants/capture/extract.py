@@ -21,6 +21,7 @@ import torch
 from flashattn_jit.errors import ParamError
 from flashattn_jit.torch_modes import outside_modes
 from flashattn_jit.variants.capture.objects import lacks
+from flashattn_jit.variants.ir.halves import read_all, reading
 
 # --- locations -----------------------------------------------------------------------------------
 
@@ -346,13 +347,16 @@ class _Step:
     """One recorded call; `pick` is the element of a tuple result, -1 for the result itself.
 
     The last result is kept, for the same captured tensors at the same version and the same
-    numbers. Views are not kept: they are cheap, and would keep their base alive.
+    numbers. Views are not kept: they are cheap, and would keep their base alive. read: what each
+    argument is read as; see `reading`.
     """
 
     def __init__(
-        self, program: HostProgram, func: Callable[..., Any], args: Any, kwargs: Any, pick: int
-    ) -> None:
+        self, program: HostProgram, func: Callable[..., Any], args: Any, kwargs: Any, pick: int,
+        read: Callable[[Any], Any] | None,
+    ) -> None:  # fmt: skip
         self._program = program
+        self._read = read
         self.func, self.args, self.kwargs, self.pick = func, args, kwargs, pick
         self.raws: list[int] = []
         self.after: list[int] = []  # steps whose results it takes
@@ -389,8 +393,10 @@ class _Step:
 
         def real(x: Any) -> Any:
             if isinstance(x, _TensorRef):
-                return t[x.raw] if x.raw >= 0 else self._program.steps[x.step].value(t, n)
-            return numbers[x.node] if isinstance(x, HostNumber) else x
+                x = t[x.raw] if x.raw >= 0 else self._program.steps[x.step].value(t, n)
+            elif isinstance(x, HostNumber):
+                x = numbers[x.node]
+            return x if self._read is None else self._read(x)
 
         autocast = torch._C._is_any_autocast_enabled()
         try:
@@ -430,20 +436,28 @@ class HostProgram:
         self._known: dict[str, Any] = {}
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record and execute the call; tensors in its result become `HostTensor`."""
+        """Record and execute the call; tensors in its result become `HostTensor`.
+
+        It computes tensors of half precision and fp8 in float32, as kernels do, and floats from
+        integers; views are theirs.
+        """
         ref_args, ref_kwargs = map_tree(args, _to_ref), map_tree(kwargs, _to_ref)
         key = repr((func, ref_args, ref_kwargs))
         if key in self._known:
             return self._known[key]
         inputs = [x for x in leaves((args, kwargs)) if isinstance(x, HostTensor)]
-        result = func(*map_tree(args, _to_real), **map_tree(kwargs, _to_real))
+        real = map_tree(args, _to_real), map_tree(kwargs, _to_real)
+        read = reading(func, *real)
+        if read is not None:
+            real = read_all(read, real)
+        result = func(*real[0], **real[1])
         many = isinstance(result, tuple | list)
         name = inputs[0].name if inputs else getattr(func, "__name__", "value")
         sources = frozenset[Source]().union(*(x.sources for x in inputs))
         made: list[Any] = []
         for i, item in enumerate(result if many else (result,)):
             if isinstance(item, torch.Tensor):
-                self.steps.append(_Step(self, func, ref_args, ref_kwargs, i if many else -1))
+                self.steps.append(_Step(self, func, ref_args, ref_kwargs, i if many else -1, read))
                 item = HostTensor(item, name, sources, step=len(self.steps) - 1)
             made.append(item)
         self._known[key] = like(result, made) if many else made[0]

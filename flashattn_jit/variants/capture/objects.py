@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import dis
 import functools
+import inspect
 import operator
 import sys
 import types
 from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from flashattn_jit.errors import TraceError
 
@@ -183,3 +186,27 @@ def static_attribute(cls: type, name: str) -> Any:
         if name in base.__dict__:
             return base.__dict__[name]
     return ABSENT
+
+
+def positional_names(fn: Any) -> tuple[str, ...] | None:
+    """The positional arguments without defaults that `fn` takes; None: any number of them."""
+    if type(fn) is types.FunctionType:
+        code = fn.__code__
+        if code.co_flags & inspect.CO_VARARGS:
+            return None
+        return code.co_varnames[: code.co_argcount - len(fn.__defaults__ or ())]
+    if isinstance(fn, torch.nn.Module):
+        return positional_names(fn.forward)
+    bound = fn.__func__ if type(fn) is types.MethodType else type(fn).__call__
+    if type(bound) is types.FunctionType:
+        names = positional_names(bound)
+        return None if names is None else names[1:]
+    try:
+        signature = inspect.signature(fn)
+    except Exception:  # it compares objects, and asks for their attributes, by the user's code
+        return None
+    kinds = list(signature.parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in kinds):
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple([p.name for p in kinds if p.kind in positional and p.default is p.empty])

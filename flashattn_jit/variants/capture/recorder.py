@@ -67,6 +67,21 @@ class Recorder:
         self.param_numbers: dict[int, str] = {}
         self._taken: set[str] = set()
 
+    def _mark(self) -> tuple[int, ...]:
+        """How much has been found, for `_back_to`."""
+        return tuple(len(found) for found in self._lists())
+
+    def _back_to(self, mark: tuple[int, ...]) -> None:
+        """Forget what has been found since the mark; names that it took stay taken."""
+        for found, length in zip(self._lists(), mark, strict=True):
+            del found[length:]
+
+    def _lists(self) -> tuple[list[Any], ...]:
+        return (
+            self.locations, self.values, self.tensor_names, self.number_names, self.const_names,
+            self.tensors, self.numbers, self.consts,
+        )  # fmt: skip
+
     def yielding(self, what: Yields) -> list[int]:
         """The locations that yield tensors or numbers, in their order."""
         return [at for at, x in enumerate(self.locations) if x.yields == what]

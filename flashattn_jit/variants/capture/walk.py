@@ -60,6 +60,8 @@ _ASK_FOR_TYPES = frozenset({"isinstance", "issubclass", "type"})
 _OF_FUNCTIONS = frozenset(dir(types.FunctionType))
 _CLASS: Any = object.__dict__["__class__"]  # sets it past a class's own __setattr__ and __class__
 _HIDDEN_BY_OWN = (types.FunctionType, Param, functools.cached_property)
+_WRAPPERS = {property: "fget", functools.cached_property: "func", staticmethod: "__func__",
+             classmethod: "__func__"}  # fmt: skip
 _C_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType,
                   types.ClassMethodDescriptorType, types.BuiltinFunctionType)  # fmt: skip
 
@@ -87,11 +89,13 @@ class Walk(Recorder):
         self.params = params or {}
         self.names = names
         self._asks = False  # whether code may see that an attribute is absent
+        self._of_super: frozenset[str] = frozenset()  # names in code that calls `super()`
         while True:
             self._reset()
-            before = self.names, self._asks
+            before = self.names, self._asks, self._of_super
             self._build = self._visit(root, "", ROOT)
-            if before == (self.names, self._asks) or not self._saw_objects:
+            after = self.names, self._asks, self._of_super
+            if before == after or not self._saw_objects:
                 break
 
     def _reset(self) -> None:
@@ -283,6 +287,7 @@ class Walk(Recorder):
                     cells.append(None)
                     continue
                 if n == "__class__":
+                    self._of_super |= every | {code.co_name}
                     # `super()` reads the class from its cell: it must stay the class.
                     cells.append(self._opaque(content, closure, ("cell", i)))
                 else:
@@ -462,6 +467,10 @@ class Walk(Recorder):
         wanted = self.names | getattr(cls, "__fajit_names__", frozenset())
         if isinstance(value, torch.nn.Module):
             wanted |= {"forward"}
+            forward = static_attribute(cls, "forward")
+            if isinstance(forward, types.FunctionType) and not is_users(forward):
+                # torch's own, which is not visited, but reads its object's weights and options.
+                wanted |= names_in(forward.__code__)[1]
         own = getattr(value, "__dict__", {})
         hooks: frozenset[str] = getattr(cls, "__fajit_names__", frozenset())
         # An attribute of the object would take the place of these.
@@ -484,18 +493,18 @@ class Walk(Recorder):
                 if is_users(static):
                     attrs[n] = self._visit(static, "", at, own_class, ("attribute", n))
                     methods.add(n)
-                    self._visit_overridden(cls, n, static)
             elif (
                 not isinstance(static, _C_DESCRIPTORS)
                 and (item := attribute(value, n)) is not ABSENT
             ):
                 attrs[n] = self._visit(item, n, at, ("attribute", n))
+            self._visit_overridden(cls, n, n in own)
         self._guard_absent(value, at, wanted - params.keys())
         # Syntax looks methods up on the class: `obj(x)`, `obj[i]`, `len(obj)`, `obj + 1`.
         for n in dunder_names(cls):
             found = static_attribute(cls, n)
             special[n] = (lambda x: x, self._visit(found, "", at, own_class, ("attribute", n)))
-            self._visit_overridden(cls, n, found)
+            self._visit_overridden(cls, n)
         if not attrs and not special and not hasattr(cls, "__fajit_names__"):
             # A weak reference where possible, so that a plan does not keep the user's data alive.
             try:
@@ -504,18 +513,33 @@ class Walk(Recorder):
                 self._guard(at, "is", Held(value))
         return build
 
-    def _visit_overridden(self, cls: type, name: str, found: types.FunctionType) -> None:
-        """Visit what ``super().name`` reaches, which is not rebuilt: its numbers are constants."""
-        if "__class__" not in found.__code__.co_freevars:
+    def _visit_overridden(self, cls: type, name: str, is_hidden: bool = False) -> None:
+        """Visit what ``super().name`` may reach: it is not rebuilt, its numbers are constants.
+
+        is_hidden: whether an attribute of the object hides that of the class, too. What cannot be
+        followed may never be called, and is left to the trace.
+        """
+        if name not in self._of_super:
             return
         frozen, self._frozen = self._frozen, True
         for base in cls.__mro__:
-            static = base.__dict__.get(name)
-            if static is not found and is_users(static):
-                path: tuple[Step, ...] = (
-                    ("object", Held(base)),
-                    ("attribute", "__dict__"),
-                    ("item", name),
-                )
-                self._visit(static, "", NOWHERE, *path)
+            if name not in base.__dict__:
+                continue
+            if not is_hidden:
+                is_hidden = True  # the first one is what the object has
+                continue
+            static: Any = base.__dict__[name]
+            path: list[Step] = [("object", Held(base)), ("attribute", "__dict__"), ("item", name)]
+            for kind, of in _WRAPPERS.items():
+                if isinstance(static, kind):
+                    static = getattr(static, of)
+                    path.append(("attribute", of))
+            is_value = isinstance(static, (int, float, *_CONSTANTS))
+            if is_users(static) or is_value and not is_opaque_module(base.__module__):
+                before = self._mark(), dict(self._seen)
+                try:
+                    self._visit(static, name, NOWHERE, *path)
+                except (TraceError, ParamError):
+                    self._back_to(before[0])
+                    self._seen = before[1]
         self._frozen = frozen

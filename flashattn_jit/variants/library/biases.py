@@ -9,6 +9,7 @@ from flashattn_jit.errors import VariantError
 from flashattn_jit.torch_modes import remembered
 from flashattn_jit.variants.builtins import q_len, q_row
 from flashattn_jit.variants.functions import tanh_approx
+from flashattn_jit.variants.library.limits import limited
 from flashattn_jit.variants.variant import Dims, Variant, scalar, tensor
 
 
@@ -65,15 +66,16 @@ class ALiBi(Variant):
 class SoftCap(Variant):
     """``cap * tanh(s / cap)``: scores bounded to (-cap, cap), before the mask.
 
-    cap: runtime float, 50 by default. approximate: compiled in; `tanh` becomes `tanh_approx`, whose
-    relative error is at most 2^-11: a score of 1 is off by up to 0.0005, one near a cap of 50 by up
-    to 0.024. FlashAttention 2 and 3 compute it so on CUDA.
+    cap: runtime float above 0, 50 by default; there is no number for "no cap": leave the variant
+    out. approximate: compiled in; `tanh` becomes `tanh_approx`, whose relative error is at most
+    2^-11: a score of 1 is off by up to 0.0005, one near a cap of 50 by up to 0.024. FlashAttention
+    2 and 3 compute it so on CUDA.
     Gemma 2 (50), T5Gemma, VaultGemma, Grok 1 (30). Bello et al. 2016; Gemma Team 2024, section 2.
 
     >>> fa.SoftCap(50.0, approximate=True) & fa.Causal()
     """
 
-    cap: float = scalar(50.0)
+    cap: float = limited(0, "without a cap, leave fa.SoftCap out", 50.0, above=True)
     approximate: bool = scalar(False)
 
     def score_mod(
@@ -98,5 +100,5 @@ class AdditiveBias(Variant):
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     ) -> Tensor:
         """The formula of the class."""
-        row = q_row(b, q_idx) - b * q_len(b)
+        row = q_row(b, q_idx) - b.int() * q_len(b)
         return score + self.bias[b, h, row, kv_idx]

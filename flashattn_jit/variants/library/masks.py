@@ -10,7 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashattn_jit.variants.library.limits import limited
 from flashattn_jit.variants.variant import Variant, scalar, tensor
+
+_NO_WINDOW = "without a window, leave fa.SlidingWindow out, or pass fa.Causal()"
+_BLOCK = "1 is the smallest block; give the number of its tokens"
 
 
 class Full(Variant):
@@ -35,7 +39,8 @@ class Causal(Variant):
 class SlidingWindow(Variant):
     """Keep ``i - window < j <= i`` if causal, else ``|i - j| <= window`` (inclusive).
 
-    window: runtime int. causal: compiled in.
+    window: runtime int, at least 1 (0 if not causal); there is no number for "no window": leave the
+    variant out. causal: compiled in.
     Causal (window keys, the row's own among them): Mistral 7B v0.1 (4096), Gemma 2 and 3 local
     layers, gpt-oss (128), Phi-3, Cohere 2. Bidirectional: ModernBERT (64 to each side), T5Gemma's
     encoder, EmbeddingGemma. Beltagy et al. 2020, Longformer; Jiang et al. 2023, Mistral 7B.
@@ -43,7 +48,7 @@ class SlidingWindow(Variant):
     >>> fa.SlidingWindow(4096), fa.SlidingWindow(64, causal=False)
     """
 
-    window: int = scalar()
+    window: int = limited(1, _NO_WINDOW, where_not=("causal", 0))
     causal: bool = scalar(True)
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -57,11 +62,11 @@ class SlidingWindow(Variant):
 class Chunked(Variant):
     """Keep ``j <= i`` within the same chunk: ``i // chunk == j // chunk``.
 
-    chunk: runtime int.
+    chunk: runtime int, at least 1.
     Llama 4 (8192, on the layers with RoPE).
     """
 
-    chunk: int = scalar()
+    chunk: int = limited(1, "without chunks, pass fa.Causal()")
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """``(i // chunk == j // chunk) and (j <= i)``."""
@@ -72,12 +77,12 @@ class Dilated(Variant):
     """Keep every `dilation`-th key of a window: ``(i - j) % dilation == 0`` and
     ``0 <= i - j <= window`` if causal, else ``|i - j| <= window``.
 
-    window, dilation: runtime ints. causal: compiled in.
+    window (at least 0), dilation (at least 1): runtime ints. causal: compiled in.
     LongNet, DiNAT, the dilated heads of Longformer (Beltagy et al. 2020, section 3.1).
     """
 
-    window: int = scalar()
-    dilation: int = scalar()
+    window: int = limited(0, "0 keeps the row's own key; without a window, leave fa.Dilated out")
+    dilation: int = limited(1, "1 keeps every key of the window")
     causal: bool = scalar(True)
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -109,13 +114,13 @@ class StreamingLLM(Variant):
     """Keep the first `num_sinks` keys and a causal window: ``0 <= i - j`` and
     (``i - j < window`` or ``j < num_sinks``).
 
-    window, num_sinks: runtime ints.
+    window (at least 1), num_sinks (at least 0): runtime ints.
     Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; the A-shape of
     MInference.
     """
 
-    window: int = scalar()
-    num_sinks: int = scalar(4)
+    window: int = limited(1, "without a window, pass fa.Causal()")
+    num_sinks: int = limited(0, "0 keeps the window alone", 4)
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """``(j <= i) and ((i - j < window) or (j < num_sinks))``."""
@@ -125,12 +130,12 @@ class StreamingLLM(Variant):
 class BlockCausal(Variant):
     """Keep ``j // block <= i // block``: bidirectional inside a block, causal between blocks.
 
-    block: runtime int.
+    block: runtime int, at least 1.
     Block-diffusion decoding (LLaDA, BD3-LM, Fast-dLLM): clean blocks in the cache, the block being
     denoised sees itself. Video models that generate frame after frame.
     """
 
-    block: int = scalar()
+    block: int = limited(1, _BLOCK)
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """``j // block <= i // block``."""
@@ -145,13 +150,13 @@ class BlockDiffusion(Variant):
     * noised i, clean j: ``blk(i) > blk(j)`` (offset block causal),
     * clean i, clean j: ``blk(i) >= blk(j)`` (block causal).
 
-    length, block: runtime ints; length is half of q_len and of kv_len. A query at a negative
-    position is noised, in a block without keys, and sees none.
+    length (at least 0), block (at least 1): runtime ints; length is half of q_len and of kv_len. A
+    query at a negative position is noised, in a block without keys, and sees none.
     Arriola et al. 2025, "Block Diffusion" (BD3-LM), section 3; LLaDA-style training.
     """
 
-    length: int = scalar()
-    block: int = scalar()
+    length: int = limited(0, "give half of q_len")
+    block: int = limited(1, _BLOCK)
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The union of the three parts."""

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import VariantError
-from flashattn_jit.variants.variant import Variant, scalar
+from flashattn_jit.variants.library.limits import limited
+from flashattn_jit.variants.variant import Variant
+
+_SIZE = "give the number of tokens of the axis"
+_RADIUS = "0 keeps the token's own key; for a kernel of k keys it is k // 2"
 
 
 class Natten1D(Variant):
@@ -18,8 +22,8 @@ class Natten1D(Variant):
     length (at least 2 r + 1), radius r: runtime ints. See `Natten`.
     """
 
-    length: int = scalar()
-    radius: int = scalar()
+    length: int = limited(1, _SIZE)
+    radius: int = limited(0, _RADIUS)
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The formula of the class."""
@@ -33,10 +37,10 @@ class Natten2D(Variant):
     height, width, radius_y, radius_x: runtime ints. See `Natten`.
     """
 
-    height: int = scalar()
-    width: int = scalar()
-    radius_y: int = scalar()
-    radius_x: int = scalar()
+    height: int = limited(1, _SIZE)
+    width: int = limited(1, _SIZE)
+    radius_y: int = limited(0, _RADIUS)
+    radius_x: int = limited(0, _RADIUS)
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Near on both axes."""

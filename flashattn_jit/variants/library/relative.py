@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashattn_jit.errors import VariantError
 from flashattn_jit.torch_modes import outside_modes
+from flashattn_jit.variants.library.limits import limited
 from flashattn_jit.variants.library.made_classes import made_class
 from flashattn_jit.variants.variant import Variant, scalar, tensor
 
@@ -114,13 +115,14 @@ class RelativeTable(Variant):
     """``s + table[h, clamp(j - i, -reach, reach) + reach]``: one learned value for each distance.
 
     table: float tensor ``[num_q_heads, distances]`` with ``2 * reach + 1`` distances, from -reach
-    (keys behind) to reach (keys ahead). reach: runtime int; farther keys take the last value.
+    (keys behind) to reach (keys ahead). reach: runtime int, at least 0; farther keys take the last
+    value.
     Shaw et al. 2018 (as a bias), Transformer-XL's and BEiT's tables in one dimension, Music
     Transformer, Seamless.
     """
 
     table: Tensor = tensor("num_q_heads", "distances")
-    reach: int = scalar()
+    reach: int = limited(0, "a table of n distances reaches (n - 1) // 2")
 
     def score_mod(
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -226,38 +227,91 @@ class LongRopeScaling(RopeScaling):
 
 
 def rope_scaling_from_config(
-    rope_parameters: Mapping[str, Any], max_position_embeddings: int
+    config: Any, max_position_embeddings: int | None = None
 ) -> RopeScaling:
-    """The scaling that a Hugging Face config names: its ``rope_parameters`` (or ``rope_scaling``).
+    """The scaling that a Hugging Face config names.
 
-    rope_parameters: ``rope_type`` (or ``type``) is default, linear, dynamic, llama3, yarn or
-    longrope; the other entries are the config's own. max_position_embeddings: of the same config.
-    Raises `VariantError` for another type or a missing entry.
+    config: a config of transformers, its dict (of ``config.json``), or its ``rope_parameters`` (or
+    ``rope_scaling``): a mapping whose ``rope_type`` (or ``type``) is default, linear, dynamic,
+    llama3, yarn or longrope; the other entries are the config's own. max_position_embeddings: the
+    config's by default; it is to be given with a ``rope_parameters`` that needs it.
+    Raises `VariantError` for another type, a missing entry, or parameters for each type of layer.
 
-    >>> rope_scaling_from_config({"rope_type": "linear", "factor": 8.0}, 8192)
+    >>> rope_scaling_from_config({"rope_type": "linear", "factor": 8.0})
     LinearScaling(factor=8.0)
+    >>> fa.RoPE(500000.0, scaling=rope_scaling_from_config(model.config))
     """
+    rope_parameters, longest, original = _read_config(config)
+    if max_position_embeddings is not None:
+        longest = max_position_embeddings
+    return _scaling(rope_parameters, longest, original)
+
+
+_LONGEST, _TRAINED = "max_position_embeddings", "original_max_position_embeddings"
+_OF_CONFIG = ("rope_parameters", "rope_scaling")
+
+
+def _read_config(config: Any) -> tuple[Mapping[str, Any], int | None, int | None]:
+    """The rope_parameters of a config, and its lengths: the longest and the trained one."""
+    if isinstance(config, Mapping):
+        config = config.get("text_config", config)  # of a model of images and text
+        read, in_config = config.get, [name for name in _OF_CONFIG if name in config]
+    else:
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        read = partial(getattr, config)
+        in_config = [name for name in _OF_CONFIG if hasattr(config, name)]
+    found: Any = config
+    if in_config:
+        found = next((x for name in in_config if (x := read(name, None)) is not None), {})
+    if not isinstance(found, Mapping):
+        raise VariantError(
+            "expected a config of transformers, its dict, or its rope_parameters, got "
+            f"{type(config).__name__} without a mapping as its rope_parameters or rope_scaling"
+        )
+    if found and all(isinstance(x, Mapping) for x in found.values()):
+        raise VariantError(
+            f"rope_parameters has an entry for each type of layer, {', '.join(found)}; pass one of "
+            f"them, such as config.rope_parameters[{next(iter(found))!r}], and "
+            "max_position_embeddings="
+        )
+    return found, read(_LONGEST, None), read(_TRAINED, None)
+
+
+def _scaling(
+    rope_parameters: Mapping[str, Any], longest: int | None, trained: int | None
+) -> RopeScaling:
     kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
     given = {k: v for k, v in rope_parameters.items() if v is not None}
-    original = int(given.get("original_max_position_embeddings", max_position_embeddings))
+    for name, length in ((_LONGEST, longest), (_TRAINED, trained)):
+        if length is not None:
+            given.setdefault(name, length)
+
+    def original() -> int:
+        return int(given[_TRAINED if _TRAINED in given else _LONGEST])
+
+    def factor() -> float:
+        if "factor" in given:
+            return float(given["factor"])
+        return float(given[_LONGEST] / original())
+
     try:
         if kind == "default":
             return NoScaling()
         if kind == "linear":
             return LinearScaling(float(given["factor"]))
         if kind == "dynamic":
-            return DynamicNTKScaling(float(given["factor"]), original)
+            return DynamicNTKScaling(float(given["factor"]), original())
         if kind == "llama3":
             return Llama3Scaling(
                 float(given["factor"]),
                 float(given["low_freq_factor"]),
                 float(given["high_freq_factor"]),
-                int(given["original_max_position_embeddings"]),
+                int(given[_TRAINED]),
             )
         if kind == "yarn":
             return YarnScaling(
-                float(given.get("factor", max_position_embeddings / original)),
-                original,
+                factor(),
+                original(),
                 float(given.get("beta_fast", 32.0)),
                 float(given.get("beta_slow", 1.0)),
                 given.get("mscale"),
@@ -269,14 +323,15 @@ def rope_scaling_from_config(
             return LongRopeScaling(
                 tuple(given["short_factor"]),
                 tuple(given["long_factor"]),
-                original,
-                float(given.get("factor", max_position_embeddings / original)),
+                original(),
+                factor(),
                 given.get("attention_factor"),
             )
     except KeyError as missing:
+        name = missing.args[0]
+        remedy = "; pass the whole config, or max_position_embeddings=" if name == _LONGEST else ""
         raise VariantError(
-            f"rope_parameters of type {kind!r} need the entry {missing.args[0]!r}, got "
-            f"{sorted(given)}"
+            f"rope_parameters of type {kind!r} need the entry {name!r}, got {sorted(given)}{remedy}"
         ) from None
     raise VariantError(
         f"rope_type is {kind!r}; known: default, linear, dynamic, llama3, yarn, longrope"

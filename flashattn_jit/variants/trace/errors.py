@@ -9,7 +9,10 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from flashattn_jit.errors import TraceError
+from flashattn_jit.variants.trace.values import Value
 
 _REMEDIES = {
     ".item()": "keep it a tensor: arithmetic with the 0-dim tensor itself works",
@@ -28,6 +31,7 @@ _BOOL_REMEDIES = (
     (r"\b(if|while|assert)\b", "`if`", "use `torch.where(condition, a, b)`"),
 )
 
+_OF_NUMPY = re.compile(r"\b(?:np|numpy)\.(\w+)\(")
 _OF_A_FUNCTION = re.compile(r"\w+_mod\([^()|~]*\)")
 
 
@@ -115,8 +119,23 @@ class Where:
             if tb.tb_frame.f_code.co_filename in self._files:
                 line = tb.tb_frame.f_code.co_filename, tb.tb_lineno
             tb = tb.tb_next
-        text, _ = self._text(line)
+        text, source = self._text(line)
+        if isinstance(error, KeyError) and error.args and isinstance(error.args[0], Value):
+            return TraceError(
+                f"{text}: a dict indexed by a tensor cannot become a kernel; capture a tensor in "
+                "its place: `table[h]`"
+            )
         return TraceError(
-            f"{text}: {type(error).__name__} while tracing: {error}; expected a function of 0-dim "
-            "tensors made of torch operations"
+            f"{text}: {type(error).__name__} while tracing: {error}; {_remedy(error, source)}"
         )
+
+
+def _remedy(error: Exception, source: str) -> str:
+    """What to write in place of a line that raised an exception."""
+    if "from_numpy(" in source and "np.ndarray" in str(error):
+        return "captured arrays are tensors in hooks: index the array itself, `t[j]`"
+    called = set(_OF_NUMPY.findall(source))
+    if called and isinstance(error, TypeError | ValueError):
+        names = ", ".join(f"`torch.{name}`" for name in sorted(called) if hasattr(torch, name))
+        return f"numpy's functions take no tensors of hooks; write torch's{names and f': {names}'}"
+    return "expected a function of 0-dim tensors made of torch operations"

@@ -30,7 +30,8 @@ def host_call(
 ) -> Any:
     """The result of a call whose arguments are all known at bind time; the prelude records it."""
     name = name or getattr(func, "__name__", "")
-    if args and type(args[0]) is Captured and (updated_by(name) or name == "__setitem__"):
+    writes = updated_by(name) or name == "__setitem__" or kwargs.get("inplace")
+    if args and type(args[0]) is Captured and writes:
         t.refuse_mutation(name)
     if name == "__getitem__":
         return index(t, args[0], args[1])

@@ -21,6 +21,7 @@ from flashattn_jit.variants.trace.operations import (
     emit,
     logical,
     op,
+    promoted,
     val,
     where,
 )
@@ -131,7 +132,9 @@ def _copysign(input: Any, other: Any) -> Any:
 
 @op("addcmul")
 def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
-    return binary("add", input, binary("mul", binary("mul", value, tensor1), tensor2))
+    x, y, z = val(input), val(tensor1), val(tensor2)
+    first = binary("mul", value, promoted(y, x, z))
+    return binary("add", x, binary("mul", first, promoted(z, x, y)))
 
 
 @op("addcdiv")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,11 +28,14 @@ if TYPE_CHECKING:
 _NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
     "floordiv": np.floor_divide, "remainder": np.remainder, "fmod": np.fmod, "pow": np.power,
-    "truncdiv": lambda a, b: np.trunc(np.divide(a, b)).astype(np.result_type(a, b)),
+    "truncdiv": lambda a, b: (
+        (a - np.fmod(a, b)) // b if np.issubdtype(a.dtype, np.integer) else np.trunc(a / b)
+    ),
     "minimum": np.minimum, "maximum": np.maximum, "atan2": np.arctan2,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "shl": np.left_shift, "shr": np.right_shift,
-    "neg": np.negative, "abs": np.abs, "sign": np.sign, "not": np.invert,
+    "neg": np.negative, "abs": np.abs, "not": np.invert,
+    "sign": lambda x: np.sign(np.nan_to_num(x)),
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2,
     "log10": np.log10, "log1p": np.log1p, "sqrt": np.sqrt, "tanh": np.tanh,
     "tanh_approx": np.tanh,
@@ -141,6 +143,8 @@ class Emitter:
         integer_division = op in INTEGER_DIVISIONS
         if integer_division and not is_float(dtype) and values[1] == 0:
             return None
+        if op == "pow" and not is_float(dtype) and values[1] < 0:
+            return None
         with np.errstate(all="ignore"):
             result = _NUMPY[op](*arrays)
         return self.const(result.item(), dtype)
@@ -214,6 +218,10 @@ class Emitter:
 # --- captured tensors ----------------------------------------------------------------------------
 
 _WHOLE = slice(None)
+_ONE_VECTOR = (
+    "index with one element per dim; in a hook of rows one index may be a vector of integers "
+    "(`t[b, q_idx, numbers]`), with an element for every other dim"
+)
 
 
 def materialise(t: Tracer, c: Captured) -> HostTensor:
@@ -227,8 +235,11 @@ def materialise(t: Tracer, c: Captured) -> HostTensor:
 def index(t: Tracer, c: Captured, items: Any) -> Captured | Value:
     """``c[items]``: indexed lazily by values of the hook, else a view that the prelude makes."""
     parts = list(items) if isinstance(items, tuple) else [items]
-    if isinstance(parts[-1], Value) and math.prod(parts[-1].shape) != 1:
-        return _lookup(t, c, parts)
+    if not c.on_host or any(isinstance(p, Value) for p in parts):
+        parts = [_vector(t, p) for p in parts]
+    vectors = [i for i, p in enumerate(parts) if isinstance(p, Value) and math.prod(p.shape) != 1]
+    if vectors:
+        return _lookup(t, c, parts, vectors[0])
     parts = [_scalar_index(t, p) for p in parts]
     if not any(isinstance(p, Value) for p in parts):
         if not c.on_host or all(type(p) in (int, Number) for p in parts):
@@ -238,17 +249,32 @@ def index(t: Tracer, c: Captured, items: Any) -> Captured | Value:
     return _assign(t, c, parts)
 
 
-def _lookup(t: Tracer, c: Captured, parts: list[Any]) -> Value:
-    """``c[..., x]`` with a vector x: an element for each of its entries, in hooks of rows."""
-    x = parts[-1]
+def _vector(t: Tracer, part: Any) -> Any:
+    """A list or a 1-D tensor of integers as a value, which a hook of rows may have as an index."""
+    if isinstance(part, list) and part and all(type(i) in (int, Number) for i in part):
+        part = Captured(t.run_host(torch.tensor, ([int(i) for i in part],), {}))
+    if isinstance(part, Captured) and part.ndim == 1:
+        dtype = VALUE_DTYPES.get(part.dtype, "bool")
+        return load(t, part) if dtype != "bool" and category(dtype) == 1 else part
+    return part
+
+
+def _lookup(t: Tracer, c: Captured, parts: list[Any], at: int) -> Value:
+    """``c[..., x, ...]`` with a vector x: an element for each of its entries, in hooks of rows."""
+    x = parts.pop(at)
     if x.name == "bool" or category(x.name) != 1:
         t.refuse(f"an index of dtype {x.name}", "use integers: `table[row.to(torch.int32)]`")
-    if not t.of_row or len(parts) != len(c.free) or len(x.shape) != 1:
-        t.refuse(
-            "an index that is a vector",
-            "index with one element at a time; hooks of rows may give a vector as the last index",
-        )
-    c = _assign(t, c, [*map(partial(_scalar_index, t), parts[:-1]), _WHOLE])
+    others = [_scalar_index(t, p) for p in parts]
+    if not t.of_row or len(x.shape) != 1 or len(parts) + 1 != len(c.free) or any(
+        p is None or p is Ellipsis or isinstance(p, slice) for p in parts
+    ):  # fmt: skip
+        t.refuse("an index that is a vector", _ONE_VECTOR)
+    axis = c.free[at]
+    order = [*(d for d in range(len(c.index)) if d != axis), axis]
+    if order != sorted(order):  # a view with that dim at the end
+        host = t.run_host(torch.Tensor.permute, (c.host, tuple(order)), {})
+        c = Captured(host, tuple([c.index[d] for d in order]))
+    c = _assign(t, c, [*others, _WHOLE])
     dtype = VALUE_DTYPES.get(c.host.dtype)
     if dtype is None or c.free != (len(c.index) - 1,):
         t.refuse(f"a lookup in {c.host.name!r}, of {c.host.dtype}", "look up in the last dim")
@@ -280,7 +306,7 @@ def _scalar_index(t: Tracer, part: Any) -> Any:
                 "use an integer index; a boolean one would give a shape that depends on data",
             )
         if math.prod(part.shape) != 1:
-            t.refuse("an index that is a vector", "index with one element at a time")
+            t.refuse("an index that is a vector", _ONE_VECTOR)
     return part
 
 
@@ -308,10 +334,7 @@ def _assign(t: Tracer, c: Captured, parts: list[Any]) -> Captured:
         elif isinstance(part, Value) or type(part) in (int, Number):
             where[dim] = part
         elif isinstance(part, bool | torch.Tensor | list | Captured):
-            t.refuse(
-                "an index that mixes positions with lists or masks",
-                "index with one element per dim",
-            )
+            t.refuse("an index that mixes positions with lists or masks", _ONE_VECTOR)
         else:
             where[dim] = int(part)
     return Captured(host, tuple(where))
@@ -358,6 +381,18 @@ def _index_node(t: Tracer, i: Any) -> int:
     if type(i) is int:
         return t.emitter.const(i, "int64" if abs(i) >= 2**31 else "int32")
     return val(i).node
+
+
+@op("embedding", elementwise=False)
+def _embedding(
+    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *_: Any, **__: Any
+) -> Captured | Value:
+    t = tracer()
+    if max_norm is not None:
+        t.refuse("an embedding with max_norm", "it writes to the weight; scale that before")
+    if not isinstance(weight, Captured):
+        t.refuse("an embedding of a computed weight", "capture the weight: `weight[index]`")
+    return index(t, weight, input)
 
 
 @op("searchsorted", elementwise=False)

@@ -16,6 +16,14 @@ import torch
 
 from flashattn_jit.variants.ir.dtypes import VALUE_DTYPES
 from flashattn_jit.variants.ir.ir import FLOAT_FUNCTIONS, category, is_float, result_dtype
+from flashattn_jit.variants.trace.positions import (
+    MOST,
+    MOST_NUMBER,
+    UNKNOWN,
+    Bound,
+    bound_of,
+    fits_int32,
+)
 from flashattn_jit.variants.trace.values import HANDLERS, Handler, Number, Shape, Value, tracer
 
 ELEMENTWISE: set[str] = set()
@@ -47,7 +55,8 @@ def val(x: Any) -> Value:
 
 def cast(x: Value, dtype: str) -> Value:
     """The value converted to an IR dtype."""
-    return Value(tracer().emitter.cast(x.node, dtype), dtype, x.shape)
+    bound = x.bound if dtype == x.name else None
+    return Value(tracer().emitter.cast(x.node, dtype), dtype, x.shape, bound=bound)
 
 
 def const(value: float, dtype: str) -> Value:
@@ -67,8 +76,16 @@ def common_dtype(*xs: Value) -> str:
 
 
 def emit(name: str, xs: tuple[Value, ...], dtype: str, **attrs: Any) -> Value:
-    """An elementwise node over operands broadcast to one shape."""
+    """An elementwise node over operands broadcast to one shape.
+
+    Integers of positions whose result may not fit int32 become int64.
+    """
     t = tracer()
+    bound = None
+    if dtype == "int32" and any(x.bound is not None for x in xs):
+        bound = _bound_of(name, xs)
+        if bound is None:
+            dtype, xs = "int64", tuple(x if x.name == "bool" else cast(x, "int64") for x in xs)
     shape: Shape = xs[0].shape
     if any(x.shape != shape for x in xs):
         shape = t.broadcast_shape([x.shape for x in xs])
@@ -76,17 +93,69 @@ def emit(name: str, xs: tuple[Value, ...], dtype: str, **attrs: Any) -> Value:
     # Scalars stay scalar nodes, whatever shape they stand for.
     wide = any(t.emitter.node(x.node).shape for x in xs)
     inner = node_shape(shape) if wide else ()
-    return Value(t.emitter.emit(name, [x.node for x in xs], dtype, inner, **attrs), dtype, shape)
+    node = t.emitter.emit(name, [x.node for x in xs], dtype, inner, **attrs)
+    return Value(node, dtype, shape, bound=bound)
+
+
+def _bound_of(name: str, xs: tuple[Value, ...]) -> Bound | None:
+    """The bound of an operation of positions; None if it may not fit int32.
+
+    Specialises on captured numbers where it fits for their values alone.
+    """
+    t = tracer()
+    xs = tuple(x for x in xs if x.name != "bool")
+    if any(x.name != "int32" for x in xs):
+        return None
+    constants: list[int | None] = []
+    numbers: list[int | None] = []
+    operands = []
+    for x in xs:
+        c, number = t.emitter.value(x.node), t.number_of(x.node)
+        constants.append(None if c is None else int(c))
+        numbers.append(constants[-1] if number is None else int(number.value))
+        if c is not None:
+            operands.append(Bound(abs(int(c)), abs(int(c))))
+        elif number is not None:
+            now = int(abs(number.value))
+            operands.append(Bound(max(MOST, now), now, number.sources))
+        else:
+            operands.append(x.bound or UNKNOWN)
+    bound = bound_of(name, operands, constants, numbers)
+    if fits_int32(bound.most):
+        return bound
+    if not fits_int32(bound.now):
+        return None
+    t.specialise(bound.sources)
+    return Bound(bound.now, bound.now)
 
 
 def aligned(*xs: Any) -> tuple[str, tuple[Value, ...]]:
     """The common dtype of operands, and the operands converted to it."""
     values = tuple(val(x) for x in xs)
     dtype = common_dtype(*values)
+    of_positions = dtype == "int32" and any(x.bound is not None for x in values)
+    if of_positions and any(x.weak and _is_beyond_int32(x) for x in values):
+        dtype = "int64"
     for x in values:
         if x.weak and category(dtype) == 1:
             _check_range(x, dtype)
     return dtype, tuple(cast(x, dtype) for x in values)
+
+
+def _is_beyond_int32(x: Value) -> bool:
+    """Whether a number is, in this trace, or may be in a sum with a position."""
+    if (number := tracer().number_of(x.node)) is not None:
+        return abs(number.value) > MOST_NUMBER
+    constant = tracer().emitter.value(x.node)
+    return constant is not None and not fits_int32(int(abs(constant)))
+
+
+def promoted(x: Value, *others: Value) -> Value:
+    """The value in the common dtype of all: an int64 of positions where another one is."""
+    converted = cast(x, common_dtype(x, *others))
+    if converted.name == "int32" and any(y.bound is not None for y in others):
+        converted.bound = converted.bound or UNKNOWN
+    return converted
 
 
 def _check_range(x: Value, dtype: str) -> None:
@@ -130,8 +199,10 @@ def binary(name: str, input: Any, other: Any) -> Value:
 
 
 def _scaled(name: str, input: Any, other: Any, alpha: Any = 1) -> Value:
-    one = type(alpha) is int and alpha == 1  # comparing a Number would specialise on it
-    return binary(name, input, other if one else binary("mul", other, alpha))
+    if type(alpha) is int and alpha == 1:  # comparing a Number would specialise on it
+        return binary(name, input, other)
+    x, y = val(input), val(other)
+    return binary(name, x, binary("mul", promoted(y, x), alpha))
 
 
 @op("div", "divide", "true_divide")
@@ -409,7 +480,9 @@ def to_dtype(x: Value, dtype: torch.dtype) -> Value:
     name = VALUE_DTYPES.get(dtype)
     if name is None:
         tracer().refuse(f"conversion to {dtype}", "use bool, int8-64, uint8, float32 or float64")
-    return cast(x, name)
+    converted = cast(x, name)
+    converted.bound = None  # int32 that the hook asks for wraps
+    return converted
 
 
 @op("to")
@@ -445,4 +518,4 @@ for _name, _dtype in {
     "resolve_conj", "resolve_neg")  # fmt: skip
 def _same(input: Any, *args: Any, **kwargs: Any) -> Value:
     x = val(input)
-    return Value(x.node, x.name, x.shape)
+    return Value(x.node, x.name, x.shape, bound=x.bound)

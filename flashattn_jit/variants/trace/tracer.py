@@ -46,6 +46,7 @@ from flashattn_jit.variants.trace import (
 from flashattn_jit.variants.trace.errors import Where
 from flashattn_jit.variants.trace.node_emitter import Emitter
 from flashattn_jit.variants.trace.operations import cast
+from flashattn_jit.variants.trace.positions import INDEX_BOUNDS
 from flashattn_jit.variants.trace.values import (
     ACTIVE,
     HANDLERS,
@@ -71,10 +72,10 @@ SCORE_VECTOR = 128
 LONG_VECTOR = 4096
 """Elements of a vector in row hooks."""
 
-_INT_INPUTS = frozenset({"b", "h", "kv_h", "q_idx", "kv_idx"})
 _RANDOM = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
                      "bernoulli", "dropout", "multinomial", "normal", "randperm", "poisson",
                      "feature_dropout", "alpha_dropout", "native_dropout"})  # fmt: skip
+_COMPLEX = frozenset({"view_as_complex", "view_as_real", "complex", "polar"})
 
 
 class _Mode(TorchFunctionMode):
@@ -162,8 +163,9 @@ class Tracer:
             if row_length == 1:
                 node = self.emitter.emit("sum", [node], "float32", ())
             return Value(node, "float32", (row_length,))
-        dtype = "int32" if name in _INT_INPUTS else "float32"
-        return Value(self.emitter.builder.add("input", (), dtype, (), name=name), dtype)
+        dtype = "int32" if name in INDEX_BOUNDS else "float32"
+        node = self.emitter.builder.add("input", (), dtype, (), name=name)
+        return Value(node, dtype, bound=INDEX_BOUNDS.get(name))
 
     def _result(self, kind: str, result: Any, row_length: int) -> int:
         if result is None:
@@ -238,6 +240,15 @@ class Tracer:
         """The provisional slot of a number's node."""
         self.scalar_slots.setdefault(x.node, x)
         return list(self.scalar_slots).index(x.node)
+
+    def number_of(self, node: int) -> Number | None:
+        """The captured number that a node converts; None for other nodes."""
+        found = self.emitter.node(node)
+        if found.op == "cast":
+            found = self.emitter.node(found.args[0])
+        if found.op != "scalar":
+            return None
+        return list(self.scalar_slots.values())[found.int_attr("slot")]
 
     def tensor_slot(self, host: HostTensor, sizes: dict[int, int]) -> int:
         """The provisional slot of a host tensor; sizes: dims whose size the graph holds."""
@@ -367,6 +378,12 @@ class Tracer:
 
     def refuse_op(self, name: str) -> NoReturn:
         """Refuse a function that has no handler."""
+        if name in _COMPLEX:
+            self.refuse(
+                f"`{name}`",
+                "kernels compute with real numbers; rotate pairs with fa.rotate(row, cos, sin, "
+                "interleaved=True), or compute with row[0::2] and row[1::2]",
+            )
         self.refuse(
             f"`{name}`",
             "it has no form inside a kernel; use elementwise operations, or compute the tensor "
@@ -380,7 +397,8 @@ class Tracer:
     def _refuse_unknown(self, x: torch.Tensor) -> NoReturn:
         self.refuse(
             f"a tensor of shape {list(x.shape)} that the hook reaches through something opaque",
-            "capture it in a variable, an attribute, a tuple, a list or a dict",
+            "capture it in a variable, an attribute, a tuple, a list or a dict; in place of an "
+            "nn.Sequential or nn.ModuleList capture list(modules)",
         )
 
 

@@ -27,6 +27,8 @@ from flashattn_jit.variants.capture.extract import (
     constant,
 )
 from flashattn_jit.variants.ir.dtypes import TORCH_DTYPES
+from flashattn_jit.variants.ir.halves import reads_as_float32
+from flashattn_jit.variants.trace.positions import Bound
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.trace.tracer import Tracer
@@ -133,13 +135,18 @@ class Value(_Proxy):
     """A value that depends on the hook's arguments: logical `shape` over a flat IR node.
 
     A value of one element is a scalar node whatever its shape; others are vectors, row-major.
-    weak: it is a Python number, which promotes as such.
+    weak: it is a Python number, which promotes as such. bound: of an int64 of positions that is
+    computed as int32 (`positions.py`); None for other values.
     """
 
-    __slots__ = ("name", "node", "shape", "weak")
+    __slots__ = ("bound", "name", "node", "shape", "weak")
 
-    def __init__(self, node: int, name: str, shape: Shape = (), weak: bool = False) -> None:
+    def __init__(
+        self, node: int, name: str, shape: Shape = (), weak: bool = False,
+        bound: Bound | None = None,
+    ) -> None:  # fmt: skip
         self.node = node
+        self.bound = bound
         self.name = name  # the IR dtype
         self.shape = torch.Size(shape)
         self.weak = weak
@@ -147,7 +154,7 @@ class Value(_Proxy):
     @property
     def dtype(self) -> torch.dtype:
         """The torch dtype."""
-        return TORCH_DTYPES[self.name]
+        return torch.int64 if self.bound is not None else TORCH_DTYPES[self.name]
 
     @property
     def ndim(self) -> int:
@@ -190,10 +197,9 @@ class Captured(_Proxy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the hook sees: half precision reads as float32."""
+        """What the hook sees: the tensor's own, and float32 of an element of half precision."""
         dtype = self.host.dtype
-        small = dtype.is_floating_point and dtype.itemsize < 4
-        return torch.float32 if small and not self.on_host else dtype
+        return torch.float32 if reads_as_float32(dtype) and not self.on_host else dtype
 
     @property
     def device(self) -> torch.device:

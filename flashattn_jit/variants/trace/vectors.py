@@ -30,6 +30,7 @@ from flashattn_jit.variants.trace.operations import (
     to_dtype,
     val,
 )
+from flashattn_jit.variants.trace.positions import UNKNOWN
 from flashattn_jit.variants.trace.values import Captured, Shape, Value, tracer
 
 Numbers = npt.NDArray[np.int64]
@@ -47,7 +48,7 @@ def take(x: Value, numbers: Numbers) -> Value:
     node = x.node
     if tracer().emitter.node(node).shape:  # every element of a scalar is that scalar
         node = _take(node, numbers.ravel(), x.name)
-    return Value(node, x.name, numbers.shape)
+    return Value(node, x.name, numbers.shape, bound=x.bound)
 
 
 def _step(ns: Numbers) -> int | None:
@@ -170,7 +171,8 @@ def full(x: Value) -> Value:
     """`x` with a vector node if it has several elements (arithmetic does not expand scalars)."""
     count = math.prod(x.shape)
     if count > 1 and not tracer().emitter.node(x.node).shape:
-        return Value(_take(x.node, np.zeros(count, np.int64), x.name), x.name, x.shape)
+        node = _take(x.node, np.zeros(count, np.int64), x.name)
+        return Value(node, x.name, x.shape, bound=x.bound)
     return x
 
 
@@ -240,7 +242,8 @@ def _join(tensors: Any, arrange: Any) -> Value:
     for v in values:
         arrays.append(element_numbers(v) + offset)
         offset += math.prod(v.shape)
-    flat = Value(concatenate([v.node for v in values], dtype), dtype, (offset,))
+    bound = UNKNOWN if any(v.bound is not None for v in values) else None
+    flat = Value(concatenate([v.node for v in values], dtype), dtype, (offset,), bound=bound)
     return take(flat, arrange(arrays))
 
 
@@ -277,7 +280,8 @@ def _setitem(input: Any, index: Any, value: Any) -> None:
     places = numbers[_static_index(index)]
     new = full(expand(cast(val(value), v.name), np.shape(places)))
     count = math.prod(v.shape)
-    flat = Value(concatenate([v.node, new.node], v.name), v.name, (count + places.size,))
+    both = concatenate([v.node, new.node], v.name)
+    flat = Value(both, v.name, (count + places.size,), bound=None if v.bound is None else UNKNOWN)
     numbers[_static_index(index)] = count + np.arange(places.size).reshape(np.shape(places))
     input.node = take(flat, numbers).node
 
@@ -305,17 +309,17 @@ def reduce(
     if len(numbers) == 1:
         row = take(v, numbers[0])
         if not node_shape(row.shape):
-            return Value(row.node, v.name, shape)
+            return Value(row.node, v.name, shape, bound=v.bound)
         node = tracer().emitter.emit(name, [row.node], v.name, ())
-        return Value(node, v.name, shape)
+        return Value(node, v.name, shape, bound=v.bound)
     if numbers.shape[1] <= numbers.shape[0]:
         parts = [take(v, column) for column in numbers.T]
         total = parts[0]
         for part in parts[1:]:
             total = emit(REDUCTIONS[name], (total, part), v.name)
-        return Value(total.node, v.name, shape)
+        return Value(total.node, total.name, shape, bound=total.bound)
     nodes = [tracer().emitter.emit(name, [take(v, r).node], v.name, ()) for r in numbers]
-    return Value(concatenate(nodes, v.name), v.name, shape)
+    return Value(concatenate(nodes, v.name), v.name, shape, bound=v.bound)
 
 
 def _total(

@@ -23,6 +23,7 @@ from tests.emulator.test_mutants import (
     WRONG,
     Mutant,
     assert_found,
+    check_texts,
     difference,
     random,
     run_mutated,
@@ -63,7 +64,7 @@ CALLS: dict[str, Callable[[], float]] = {
     "two stages": lambda: dense(576, 512, "sm_90"),
     "one stage": lambda: dense(512, 512, "sm_86"),
     "one stage, narrow": lambda: dense(528, 512, "sm_86"),
-    "overlapping halves": lambda: dense(320, 304, "sm_80"),
+    "odd halves": lambda: dense(320, 304, "sm_80"),
     "in keys": lambda: batch("sm_90"),
     "in keys, one stage": lambda: batch("sm_86"),
     "codes": lambda: batch("sm_90", fa.kv.Format("int8")),
@@ -86,8 +87,6 @@ MUTANTS = (
     Mutant("sums read early", WIDE, PARTNER, "", "two stages", 3, RACE),
     Mutant("rows written early", WIDE, PARTNER, "", "two stages", -2, RACE),
     Mutant("rows overwritten while written", WIDE, PARTNER, "", "two stages", -1, RACE),
-    Mutant("dims written twice", WIDE, "if (half_ == 1 || d * 8 < kHalfBegin)", "",
-           "overlapping halves", 0, RACE),
     Mutant("maxima of a half", WIDE, "best[i] = fmaxf(best[i], *word_of(i, half_));", "",
            "two stages"),
     Mutant("sums of a half", WIDE, "softmax.sum[i] += *word_of(i, half_);",
@@ -97,15 +96,20 @@ MUTANTS = (
     Mutant("rows of another group", SCORES, "thread / 32 % kGroups", "thread / 64", "two stages"),
     Mutant("no last columns", PRODUCTS, "if constexpr (kWhole < kChunks) {",
            "if constexpr (false) {", "one stage, narrow"),
-    Mutant("the half before", WIDE, "v + half_ * kHalfBegin * 2", "v", "two stages"),
-    Mutant("the other half", WIDE, "add_values_from<kHalfBegin>(o, v);",
-           "add_values_from<0>(o, v);", "overlapping halves"),
+    Mutant("the half before", WIDE, "block_chunk(lane_) + half_ * 2", "block_chunk(lane_)",
+           "two stages"),
+    Mutant("more dims than there are", WIDE,
+           "if (d * 16 + 16 == Config::kDimV && half_ == 1) continue;", "", "odd halves", 0, RACE),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_nothing_is_found_in_the_kernels(call: str) -> None:
     assert CALLS[call]() < WRONG / 3
+
+
+def test_the_headers_have_the_texts() -> None:
+    check_texts(MUTANTS)
 
 
 @pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 4), ids=lambda m: m.name)

@@ -111,11 +111,15 @@ K, CACHE, INDPTR = torch.zeros(4, 2, 8), torch.zeros(12, 4, 2, 8), torch.tensor(
         ({"k_pages": CACHE[:1].expand(12, -1, -1, -1)}, "k_pages is an expanded tensor"),
         ({"k_pages": CACHE.transpose(2, 3).contiguous().transpose(2, 3)}, "must be contiguous"),
         ({"v_pages": CACHE.to("meta")}, "v_pages is on meta"),
+        ({"k": K.to("meta"), "v": K.to("meta")}, "k is on meta, so it has no values"),
         (
             {"q_indptr": torch.tensor([0, 3, 4])},
             "page_indptr has 4 entries; q_indptr has",
         ),
-        ({"q_indptr": torch.tensor([0, 3, 3, 5])}, "q_indptr must run from 0 to the number of tok"),
+        (
+            {"q_indptr": torch.tensor([0, 3, 3, 5])},
+            "k has num_tokens=4, .* has 5 new tokens",
+        ),
         ({"k_pages": CACHE[:1], "v_pages": CACHE[1:2]}, "num_pages=1 of k_pages and v_pages$"),
         ({"q_indptr": torch.tensor([0, 3, 4, 4])}, "request 1 has 1 new tokens, but paged gives"),
     ],

@@ -122,8 +122,12 @@ class OnDevice(torch.Tensor):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", rotation.chosen([*SPARSITIES, "cascade"], 2))
-@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize(
+    ("name", "cuda_graph"),
+    rotation.chosen(
+        list(itertools.product([*SPARSITIES, "cascade"], (False, True))), 4, lambda case: case[1]
+    ),
+)
 def test_plans_read_nothing_of_a_device(
     name: str, cuda_graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from tests.ops.cases import EPS, normal, rms
 
 HEADS, PAGE = 8, 8
 Q_LEN, KV_LEN = (1, 5, 20), (70, 33, 24)
-TARGETS = ("cpu", "emulated:sm_80", "emulated:sm_86", "emulated:sm_90")
+TARGETS = ["cpu", *rotation.turn(1, ("emulated:sm_80", "emulated:sm_86", "emulated:sm_90"))]
 HEAD_DIMS = ((576, 512), (320, 256), (48, 32), (24, 24))
 SCALE = 0.07
 

@@ -54,10 +54,10 @@ def test_indices_that_are_not_the_position_of_the_key(target: str) -> None:
     check(fa.variant(score_mod=score), 40, 97)
 
 
-@pytest.mark.parametrize("shape", [(0, 100), (0, 40, 100), (40, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 100), (40, 0)], ids=str)
 def test_params_without_entries_are_zero(target: str, shape: tuple[int, ...]) -> None:
     t = torch.empty(shape)
-    mod = fa.variant(score_mod=lambda s, b, h, i, j: s + (t[i, j] if t.dim() == 2 else t[b, i, j]))
+    mod = fa.variant(score_mod=lambda s, b, h, i, j: s + t[i, j])
     q, k, v = (torch.randn(1, 2, n, 16) for n in (40, 100, 100))
     torch.testing.assert_close(fa.attention(q, k, v, mod), fa.attention(q, k, v))
 

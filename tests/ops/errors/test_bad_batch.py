@@ -59,8 +59,24 @@ def test_wrong_arguments_of_the_constructor_name_the_class(made: Any) -> None:
         made(torch.empty(8, dtype=torch.uint8), "NHD")
     with pytest.raises(InputError, match=rf"{name}\(\) needs num_q_heads=, .* q_dtype=$"):
         made(fa.Causal())
-    with pytest.raises(InputError, match=rf"{name}\(\) has no option page_size; its options are"):
-        made(fa.Causal(), **OPTIONS, page_size=16)
+    with pytest.raises(InputError, match=rf"{name}\(\) has no option pages; its options are"):
+        made(fa.Causal(), **OPTIONS, pages=16)
+    text = rf"{name}\(\) has no option kv_data_type, window_left; kv_data_type: pass kv_dtype=; .*S"
+    with pytest.raises(InputError, match=text + r"lidingWindow\(.*; its options are"):
+        made(fa.Causal(), **OPTIONS, kv_data_type=torch.float32, window_left=7)
+
+
+def test_arguments_of_flashinfer_s_plan() -> None:
+    made = batch(fa.Causal())
+    with pytest.raises(InputError, match=r"plan\(\) needs q_indptr; qo_indptr: pass q_indptr="):
+        made.plan(qo_indptr=Q_INDPTR, storage=PAGED)
+    with pytest.raises(InputError, match=r"plan\(\) needs storage; page_size: pass fa.Paged\("):
+        made.plan(Q_INDPTR, page_size=4)
+    with pytest.raises(ParamError, match=r"no argument 'sm_scale': pass scale=, of a batch to run"):
+        made.plan(Q_INDPTR, PAGED, sm_scale=1.0)
+    made.plan(Q_INDPTR, PAGED)
+    with pytest.raises(ParamError, match=r"no argument 'sm_scale': pass scale=, of a batch to run"):
+        made.run(*pages(), sm_scale=1.0)
 
 
 @pytest.mark.parametrize(
@@ -550,3 +566,27 @@ def test_trees_that_cannot_be() -> None:
     short = fa.Ragged(torch.tensor([0, 10, 12, 12, 40]))
     refused(InputError, "request 1 has q_len=3 draft tokens, but kv_len=2", made, Q_INDPTR, short,
             sparsity=good)  # fmt: skip
+
+
+def test_a_param_that_needs_a_dtype_is_named_with_its_declaration() -> None:
+    class Choice(fa.Variant):
+        chosen: torch.Tensor = fa.tensor("num_q_heads", 16)
+
+        def output_mod(self, row, lse, b, h, q_idx):
+            return torch.where(self.chosen[h], row, 0.0)
+
+    class Table(fa.Variant):
+        table: torch.Tensor = fa.tensor(4)
+        column: torch.Tensor = fa.tensor("num_q_heads")
+
+        def score_mod(self, score, b, h, q_idx, kv_idx):
+            return score + self.table[self.column[h]]
+
+    for variant, words in (
+        (Choice(), r"dtype of chosen: fa.tensor\('num_q_heads', 16, dtype=torch.bool\)"),
+        (Table(), r"dtype of column: fa.tensor\('num_q_heads', dtype=torch.int64\)"),
+    ):
+        batch = fa.BatchAttention(variant, num_q_heads=2, num_kv_heads=2, head_dim=16,
+                                  q_dtype=torch.float32)  # fmt: skip
+        with pytest.raises(ParamError, match=words):
+            batch.plan(torch.tensor([0, 4]), fa.Ragged(torch.tensor([0, 4])))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +64,56 @@ def test_levels_that_cannot_be(levels: list[Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
         made.plan(levels)
     assert torch.equal(made.run(q, k, v), before)
+
+
+@pytest.mark.parametrize("name", ["q_indptr", "tokens", "last_page_len"])
+def test_lists_in_place_of_tensors(name: str) -> None:
+    """The remedy names the argument without its level."""
+    outer = level([0, 2], [0], torch.tensor([0, 1]))
+    if name == "last_page_len":
+        outer = replace(outer, storage=replace(outer.storage, last_page_len=[4]))
+    else:
+        outer = replace(outer, **{name: [0, 1]})
+    text = rf"^level 0: {name} must be .* got list; make one: torch\.tensor\({name}, dtype=torch"
+    with pytest.raises(InputError, match=text):
+        fa.CascadeAttention(fa.Causal(), **OPTIONS).plan([outer, OWN])
+
+
+_ENDS = """
+import resource, sys, time
+import torch
+import flashattn_jit as fa
+
+end, dim = int(sys.argv[1]), int(sys.argv[2])
+made = fa.CascadeAttention(
+    fa.Causal(), num_q_heads=2, num_kv_heads=2, head_dim=dim, q_dtype=torch.float32
+)
+one = fa.CascadeLevel(torch.tensor([0, 5]), fa.Ragged(torch.tensor([0, 5])))
+made.plan([one, one])
+wild = fa.CascadeLevel(torch.tensor([0, end]), fa.Ragged(torch.tensor([0, 5])))
+room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**29
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+begin = time.perf_counter()
+try:
+    made.plan([wild, wild])
+except fa.InputError as error:
+    print(time.perf_counter() - begin < 5, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "dim", "text"),
+    [
+        (2**31 - 1, 32, "request 0 has q_len=2147483647 x 1 heads per kv head, which does not fit"),
+        (2**31 - 2, 256, "q_indptr ends at 2147483646 packed tokens, but the memory of the device"),
+        (2**28, 1, "q_indptr ends at 268435456 packed tokens: the host has no memory left to plan"),
+    ],
+)
+def test_ends_of_q_indptr_that_no_q_has(end: int, dim: int, text: str) -> None:
+    """The arrays of tokens are not allocated: address space is bounded to 512 MiB more."""
+    arguments = [sys.executable, "-c", _ENDS, str(end), str(dim)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith(f"True {text}"), done
 
 
 def test_more_levels_than_a_graph_has() -> None:

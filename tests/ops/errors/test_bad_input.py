@@ -97,7 +97,12 @@ ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
         fa.InputError,
         r"num_q_heads=0",
     ),
-    "v_heads": (lambda: call(v=kv()[:, :1]), fa.InputError, r"v has num_kv_heads=1"),
+    "v_heads": (lambda: call(v=kv()[:, :1]), fa.InputError, r"v has num_kv_heads=1.*v.repeat_int"),
+    "v_more_heads": (
+        lambda: call(v=kv().repeat_interleave(2, 1)),
+        fa.InputError,
+        r"to share each head of k, pass k.repeat_interleave\(2, 1\)",
+    ),
     "kv_lengths": (lambda: call(v=kv()[:, :, 1:]), fa.InputError, r"v has kv_len=11"),
     "head_dims": (lambda: call(k=zeros(B, HKV, SKV, 8)), fa.InputError, r"k has head_dim=8"),
     "head_dim_0": (lambda: call(q=q()[..., :0], k=kv()[..., :0]), fa.InputError, r"head_dim=0"),
@@ -327,7 +332,8 @@ def test_an_input_that_requires_grad(which: str) -> None:
     tensors[which].requires_grad_()
     variant = NEEDS & _captures(tensors["capture"])
     params = {"slopes": tensors["param"], "table": zeros(B, 3)}
-    with pytest.raises(fa.GradError, match="requires grad"):
+    name = {"param": "the variant's tensor 'slopes'", "capture": "the variant's tensor 'tensor'"}
+    with pytest.raises(fa.GradError, match=f"^{name.get(which, which)} requires grad"):
         fa.attention(tensors["q"], tensors["k"], tensors["v"], variant, **params)
 
 
@@ -336,7 +342,8 @@ def test_an_input_with_a_tangent() -> None:
     tangent = torch.ones(B, HQ, SQ, D)
     with pytest.raises(fa.GradError, match="tangent"):
         torch.func.jvp(lambda x: fa.attention(x, kv(), kv()), (q(),), (tangent,))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(fa.GradError, match="tangent"):
+    match = "q has a forward-mode tangent"
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(fa.GradError, match=match):
         fa.attention(torch.autograd.forward_ad.make_dual(q(), tangent), kv(), kv())
     with pytest.raises(fa.GradError, match="requires grad"):
         torch.func.grad(lambda x: fa.attention(x, kv(), kv()).sum())(q())
@@ -509,6 +516,9 @@ def test_merge_states() -> None:
         ([], [], "empty"),
         (None, [lse], "outs must be a sequence of tensors, got NoneType"),
         ([out], 3, "lses must be a sequence of tensors, got int"),
+        (torch.stack([out, out], 1), [lse, lse], r"outs must .* one a state.*outs.unbind\(1\)"),
+        ([out, out], torch.stack([lse, lse]), r"lses must .* one a state.*lses.unbind\(0\)"),
+        (torch.tensor(1.0), [lse], r"outs must .* one a state"),
         ([out, out], [lse], "lses has 1 states"),
         ([out, out[:1]], [lse, lse], r"outs\[1\] is"),
         ([out.half()], [lse], "float32"),

@@ -72,7 +72,7 @@ def check(cache: fa.kv.Stored, wanted: fa.kv.Stored, fill: int = 77) -> None:
     assert all((own[~written] == 0.5).all() for own, _ in numbers)
 
 
-@pytest.mark.parametrize("target", [default_target(), other_target()])
+@pytest.mark.parametrize("target", turn(34, [default_target(), other_target()]))
 @pytest.mark.parametrize(
     ("kv_format", "dim", "dim_v"),
     [(f, *dims) for i, dims in enumerate([(64, 64), (40, 24), (576, 512)]) for f in turn(i, OWN)]
@@ -152,7 +152,7 @@ def codebooks() -> dict[str, list[float]]:
     return made
 
 
-@pytest.mark.parametrize("target", [default_target(), other_target()])
+@pytest.mark.parametrize("target", turn(35, [default_target(), other_target()]))
 def test_rows_at_the_middles_of_codebooks(target: str, monkeypatch) -> None:
     """And next to them; a scale of 1."""
     monkeypatch.setenv("FLASHATTN_JIT_TARGET", target)
@@ -174,7 +174,7 @@ def test_rows_at_the_middles_of_codebooks(target: str, monkeypatch) -> None:
             check(cache, wanted)
 
 
-@pytest.mark.parametrize("target", [default_target(), other_target()])
+@pytest.mark.parametrize("target", turn(36, [default_target(), other_target()]))
 def test_values_of_a_codebook_near_the_least_float(target: str, monkeypatch) -> None:
     """Quotients at the middles between values, where their last bits are subnormal."""
     monkeypatch.setenv("FLASHATTN_JIT_TARGET", target)

@@ -146,7 +146,7 @@ def test_levels_of_several_formats(target: str, number: int) -> None:
 
 @needs_nvcc
 @pytest.mark.parametrize("target", turn(2, [t for t in CUDA_TARGETS if t != "sm_90a"]))
-@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("number", turn(2, (0, 3)))
 def test_on_cuda_targets(target: str, number: int) -> None:
     dtype = torch.float16 if target == "sm_75" else torch.bfloat16
     check(LEVELS[number], "ppp", dtype, VARIANTS[number], f"emulated:{target}")

@@ -22,7 +22,7 @@ OTHERS = [
     Format("int8", "channel", BF16), Format("e4m3", "channel"), Format("nf4", "channel"),
     Format("int8", "channel", zero=True),
 ]  # fmt: skip
-TARGETS = [HOST_TARGETS[-1], other_target()]
+TARGETS = turn(31, HOST_TARGETS)
 
 
 def check_calls(

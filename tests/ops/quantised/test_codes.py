@@ -88,7 +88,7 @@ def test_every_float_of_8_bits_is_read_as_its_value_in_every_place(
             for target in targets
             for dim in (32, 40, 64, 128, 192, 256)
         ],
-        3,
+        6,
         lambda case: case[:2],
     ),
 )

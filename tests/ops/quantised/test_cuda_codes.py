@@ -89,18 +89,25 @@ SIDES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("sides", SIDES.values(), ids=list(SIDES))
+@pytest.mark.parametrize(
+    ("sides", "rows"), [(sides, rows) for i, sides in enumerate(SIDES) for rows in turn(i, ROWS)]
+)
 @pytest.mark.parametrize("target", turn(1, TARGETS))
-@pytest.mark.parametrize("rows", ROWS)
 def test_sides_of_their_own(sides, target, rows) -> None:
     q, k, v = tensors(rows, 64, 64)
-    k, v = (f.quantize(x, heads_dim=1) if f else x for f, x in zip(sides, (k, v), strict=True))
+    formats = zip(SIDES[sides], (k, v), strict=True)
+    k, v = (f.quantize(x, heads_dim=1) if f else x for f, x in formats)
     check(q, k, v, fa.ALiBi(), target)
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(40, 40), (33, 71), (96, 24), (256, 256), (8, 128)])
+HEAD_DIMS = ((40, 40), (33, 71), (96, 24), (256, 256), (8, 128))
+
+
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "rows"),
+    [(*dims, rows) for i, dims in enumerate(HEAD_DIMS) for rows in turn(i, ROWS)],
+)
 @pytest.mark.parametrize("target", turn(1, TARGETS))
-@pytest.mark.parametrize("rows", ROWS)
 def test_head_dims(dim, dim_v, target, rows) -> None:
     """Also rows that do not start or end at multiples of 16 bytes."""
     q, k, v = tensors(rows, dim, dim_v, 70)
@@ -117,10 +124,12 @@ HOOKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("variant", "kv_format"), HOOKS.values(), ids=list(HOOKS))
+@pytest.mark.parametrize(
+    ("hooks", "rows"), [(name, rows) for i, name in enumerate(HOOKS) for rows in turn(i, ROWS)]
+)
 @pytest.mark.parametrize("target", turn(1, TARGETS))
-@pytest.mark.parametrize("rows", ROWS)
-def test_hooks_over_codes(variant, kv_format, target, rows) -> None:
+def test_hooks_over_codes(hooks, target, rows) -> None:
+    variant, kv_format = HOOKS[hooks]
     q, k, v = tensors(rows, 64, 64)
     stored = [kv_format.quantize(x, heads_dim=1) for x in (k, v)]
     check(q, *stored, variant, target)

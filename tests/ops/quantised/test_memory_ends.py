@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from tests.harness.rotation import other_target
+from tests.harness.rotation import turn
 from tests.ops.cases import HOST_TARGETS
 
-TARGETS = [HOST_TARGETS[-1], other_target()]
+TARGETS = turn(32, HOST_TARGETS)
 
 SCRIPT = """
 import ctypes, dataclasses, sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import flashattn_jit as fa
 from flashattn_jit.errors import InputError
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests.batch.batches import indptr
-from tests.harness.rotation import other_target, turn
+from tests.harness.rotation import turn
 from tests.ops.cases import HOST_TARGETS, assert_close, normal
 from tests.ops.quantised.storage import CHANNELS, FORMATS, OF_PAGES, named, rows_of
 
@@ -71,7 +72,7 @@ OVER_PAGES = [
     OVER_PAGES,
     ids=lambda x: named(x) if isinstance(x, Format) else str(x),
 )
-@pytest.mark.parametrize("target", [HOST_TARGETS[-1], other_target()])
+@pytest.mark.parametrize("target", turn(33, HOST_TARGETS))
 def test_batches_over_pages_and_packed_rows(target, kv_format, page_size) -> None:
     lengths, q_lens = (45, 1, 33), (1, 1, 20)
     order = torch.randperm(-(-300 // page_size), generator=torch.Generator().manual_seed(3))
@@ -371,6 +372,33 @@ def wrong_calls() -> dict[str, tuple[Any, str]]:
             "partial=True gives states before output_mod",
         ),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (Format("int8"), r"scales of k have strides \[256, 2, 1\]: .* pass scales\.contiguous\(\), "
+         r"in memory \[num_pages, page_size, num_kv_heads\]$"),
+        (Format("int8", group=16), r"scales of k .* pass scales\.contiguous\(\), in memory "
+         r"\[num_pages, page_size, num_kv_heads, groups\]$"),
+        (Format("int8", zero=True), r"zeros of k .* pass zeros\.contiguous\(\), in memory \["),
+    ],
+)  # fmt: skip
+def test_scales_of_layers_inside_of_pages(form: fa.kv.Format, text: str) -> None:
+    whole = form.quantize(normal(0, 3, 16, HKV, 64))
+    inside = "zeros" if form.zero else "scales"
+    apart = torch.stack([getattr(whole, inside)] * 8, 1)[:, 0]
+    made = fa.BatchAttention(
+        fa.Causal(), num_q_heads=HQ, num_kv_heads=HKV, head_dim=64, q_dtype=torch.float32,
+        kv_format=form,
+    )  # fmt: skip
+    made.plan(indptr([1]), fa.Paged(indptr([3]), torch.tensor([0, 1, 2]), torch.tensor([3]), 16))
+    stored = replace(whole, **{inside: apart})
+    q = normal(2, 1, HQ, 64)
+    with pytest.raises(InputError, match=text):
+        made.run(q, stored, stored)
+    stored = replace(whole, **{inside: apart.contiguous()})
+    assert torch.equal(made.run(q, stored, stored), made.run(q, whole, whole))
 
 
 @pytest.mark.parametrize("wrong", wrong_calls())

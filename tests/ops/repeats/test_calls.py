@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import sys
@@ -190,6 +191,33 @@ def test_results_that_are_given() -> None:
         fa.attention(q.clone().requires_grad_(), k, v, out=out)
     with pytest.raises(GradError, match="out requires grad"):
         fa.attention(q, k, v, out=torch.empty_like(q).requires_grad_())
+
+
+@pytest.mark.parametrize("kind", ["attention", "varlen_attention", "merge_states"])
+def test_autograd_sees_that_given_results_are_written(kind: str) -> None:
+    """Calls that are checked and those that C repeats raise their version counters."""
+    q, k, _ = given = tensors()
+    out, lse = torch.empty_like(q), torch.empty(SHAPE[:3])
+    call = functools.partial(fa.attention, *given)
+    if kind == "varlen_attention":
+        ends = [torch.tensor([0, t.shape[2]]) for t in (q, k)]
+        rows = [t[0].transpose(0, 1).contiguous() for t in given]
+        out, lse = torch.empty_like(rows[0]), torch.empty(rows[0].shape[:2])
+        call = functools.partial(fa.varlen_attention, *rows, *ends)
+    elif kind == "merge_states":
+        call = functools.partial(fa.merge_states, [q, q], [torch.zeros(SHAPE[:3])] * 2)
+    for _ in range(5):
+        before = out._version, lse._version
+        call(out=out, lse=lse)
+        assert out._version > before[0] and lse._version > before[1]
+    product = torch.ones_like(out).requires_grad_() * out
+    call(out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode():
+        call(out=torch.empty_like(out))
+    results = call(return_lse=True) if kind != "merge_states" else call()
+    assert [x._version for x in results] == [0, 0]
 
 
 @pytest.mark.parametrize("q_offset", [True, 0.5, [0], None, "start", torch.tensor([0, 3])], ids=str)

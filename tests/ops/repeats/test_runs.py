@@ -324,6 +324,33 @@ def test_gradients_are_refused_and_frozen_parameters_pass() -> None:
         case.check(case.batch.run(q, k, v), q, k, v)
 
 
+@pytest.mark.parametrize("formats", [(None, None), (None, fa.kv.Format("int8"))], ids=str)
+def test_autograd_sees_that_given_results_are_written(formats: tuple[Any, Any]) -> None:
+    """Of batches and of cascades, whose levels of several formats are merged by a launch."""
+    batch, tensors = ragged_case(fa.Causal())
+    q, k, v = tensors()
+    shared = fa.Ragged(indptr([7]))
+    cascade = fa.CascadeAttention(
+        fa.Causal(), num_q_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=DIM,
+        q_dtype=torch.float32,
+    )  # fmt: skip
+    cascade.plan([
+        fa.CascadeLevel(indptr([sum(Q_LENS)]), shared, kv_format=formats[0]),
+        fa.CascadeLevel(indptr(Q_LENS), fa.Ragged(indptr(KV_LENS)), kv_format=formats[1]),
+    ])  # fmt: skip
+    if formats[1] is None:
+        keys = [tuple(torch.cat([t[:7], t]) for t in (k, v))] * 2
+    else:
+        keys = [(k[:7], v[:7]), tuple(formats[1].quantize(t) for t in (k, v))]
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+    for call in (lambda **x: batch.run(q, k, v, **x), lambda **x: cascade.run(q, keys, **x)):
+        for _ in range(5):
+            before = out._version, lse._version
+            call(out=out, lse=lse)
+            assert out._version > before[0] and lse._version > before[1]
+        assert [x._version for x in call(return_lse=True)] == [0, 0]
+
+
 def test_the_scale_of_each_run() -> None:
     case = Case()
     moving = torch.tensor(0.25)

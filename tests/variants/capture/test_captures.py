@@ -50,12 +50,12 @@ def test_new_closures_over_other_numbers_are_the_same_structure(traces):
 
 
 def test_lengths_heads_and_tensors_do_not_retrace(traces):
-    def make(n):
-        bias = torch.randn(2, 3, n, n)
+    def make(batch, heads, n):
+        bias = torch.randn(batch, heads, n, n)
         return lambda s, b, h, q, k: s + bias[b, h, q, k]
 
     handles = {
-        as_variant(make(n)).bind(Dims(batch, heads, heads, n, n, 64, 64)).structure
+        as_variant(make(batch, heads, n)).bind(Dims(batch, heads, heads, n, n, 64, 64)).structure
         for n, batch, heads in ((1, 1, 1), (7, 2, 3), (128, 9, 32))
     }
     assert traces.n == 1 and len(handles) == 1
@@ -102,7 +102,7 @@ def test_globals(monkeypatch):
     assert value(hook) == 2 + 3 + 10
     monkeypatch.setitem(hook.__globals__, "LIMIT", 50)
     assert value(hook) == 2 + 50 + 10
-    monkeypatch.setitem(hook.__globals__, "SLOPES", torch.tensor([0.0, 7.0]))
+    monkeypatch.setitem(hook.__globals__, "SLOPES", torch.tensor([0.0, 7.0, 0.0]))
     assert value(hook) == 7 + 50 + 10
     monkeypatch.setitem(hook.__globals__, "FLAG", False)
     assert value(hook) == 7 + 50 + 20
@@ -197,7 +197,7 @@ def test_new_objects_of_a_class_do_not_retrace(traces):
 def test_modules_and_classes_as_namespaces(monkeypatch):
     class Config:
         window = 4
-        table = torch.tensor([5.0, 6.0])
+        table = torch.tensor([5.0, 6.0, 7.0])
 
     def hook(s, b, h, q, k):
         extra = captures_module.helper(s) if captures_module.ENABLED else s
@@ -552,7 +552,7 @@ def test_signed_zeros_are_different_kernels():
 
 def test_a_prelude_that_fails_later_is_a_param_error():
     def make(t):
-        return lambda s, b, h, q, k: s + t.view(2, 3)[h, k]
+        return lambda s, b, h, q, k: s + t.view(3, 2)[h, k]
 
     as_variant(make(torch.ones(6))).bind(DIMS)
     with pytest.raises(ParamError, match=r"`view`.*\[7\]"):

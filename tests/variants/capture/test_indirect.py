@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.errors import TraceError
+from flashattn_jit.errors import ParamError, TraceError
+from flashattn_jit.variants.params import Dims
 from tests.variants.capture.captures_oracle import value
 
 
@@ -215,6 +216,19 @@ def test_a_wrapper_takes_the_arguments_of_its_function():
     factor[0] = 0.5
     assert value(hook, kv_idx=3) == 2.0
 
+    class Biased:
+        @scaled(factor)
+        def __call__(self, score, b, h, q_idx, kv_idx):
+            return score + kv_idx
+
+        @scaled([1])
+        def near(self, b, h, q_idx, kv_idx):
+            return torch.where(q_idx - kv_idx < 3, 1, 0)
+
+    factor[0] = 3.0
+    assert value(Biased(), kv_idx=3) == value(Biased().__call__, kv_idx=3) == 12.0
+    assert value(Biased().near, kv_idx=3, q_idx=4) == 1
+
     def given(more):
         @functools.wraps(hook)
         def wrapper(*args):
@@ -246,3 +260,180 @@ def test_a_callable_object_takes_the_arguments_of_its_method():
             return score * 3.0
 
     assert value(Scaled()) == 3.0
+
+
+class Modules(torch.nn.Module):
+    """Hooks that call modules of torch, and one that reads a weight by a function of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = torch.nn.Embedding(9, 2, padding_idx=0)
+        self.norm, self.rms, self.act = torch.nn.LayerNorm(8), torch.nn.RMSNorm(8), torch.nn.GELU()
+        self.listed = [torch.nn.RMSNorm(8, eps=0.1)]
+        self.contained = torch.nn.ModuleList(self.listed)
+        for weight in self.parameters():
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
+
+    def bias(self, score, b, h, q_idx, kv_idx):
+        bucket = (q_idx - kv_idx).clamp(0, 8)
+        by_function = torch.nn.functional.embedding(bucket, self.emb.weight)
+        return score + self.emb(bucket)[h] * 2 - by_function[h]
+
+    def query(self, row, b, h, q_idx):
+        return self.act(self.norm(row))
+
+    def key(self, row, b, kv_h, kv_idx):
+        return self.rms(row) + self.listed[0](row)
+
+
+MODULES, LINEAR = Modules(), torch.nn.Linear(8, 8)
+CLIPPED = torch.nn.Embedding(9, 8, max_norm=1.0)
+
+
+@torch.no_grad()
+def test_modules_of_torch_are_called():
+    q, k, v = torch.randn(3, 1, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+    held = Modules()
+    made = fa.variant(score_mod=held.bias, query_mod=held.query, key_mod=held.key)
+    ir = made.bind(Dims(1, 2, 2, 6, 6, 8, 8)).ir
+
+    def bias():
+        behind = (torch.arange(6)[:, None] - torch.arange(6)).clamp(0, 8)
+        return held.emb.weight[behind].permute(2, 0, 1)
+
+    for _ in range(2):
+        out = fa.attention(q, k, v, made)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            held.act(held.norm(q)), held.rms(k) + held.listed[0](k), v, attn_mask=bias()
+        )
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(made.reference(q, k, v).float(), expected)
+        held.norm.eps, held.emb.weight.data = 0.5, torch.randn(9, 2)  # read anew in every call
+    assert made.bind(Dims(1, 2, 2, 6, 6, 8, 8)).ir == ir
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (lambda row, b, h, i, m=MODULES: m.contained[0](row), r"capture list\(modules\)"),
+        (lambda row, b, h, i, m=LINEAR: m(row), "a matrix product"),
+        (lambda row, b, h, i, m=CLIPPED: m(i), "with max_norm"),
+    ],
+)
+def test_modules_that_cannot_be_called_say_what_to_do(hook, text):
+    with pytest.raises(TraceError, match=text):
+        fa.variant(query_mod=hook).bind(Dims(1, 2, 2, 6, 6, 8, 8))
+
+
+GAIN = 2.0
+
+
+class Parent:
+    slope = 2.0
+
+    def gain(self):
+        return GAIN
+
+    @property
+    def computed(self):
+        return GAIN
+
+    @staticmethod
+    def fixed():
+        return GAIN
+
+    def __call__(self, s, b, h, q, k):
+        return s * GAIN
+
+
+class ByCall(Parent):
+    def __call__(self, s, b, h, q, k):
+        return super().__call__(s, b, h, q, k)
+
+
+class ByMethod(Parent):
+    def gain(self):
+        return 0.0
+
+    def __call__(self, s, b, h, q, k):
+        return s * super().gain()
+
+
+class ByProperty(Parent):
+    @property
+    def computed(self):
+        return super().computed * 1
+
+    def __call__(self, s, b, h, q, k):
+        return s * self.computed
+
+
+class ByValue(Parent):
+    slope = 5.0
+
+    def __call__(self, s, b, h, q, k):
+        return s * super().slope
+
+
+class ByStatic(Parent):
+    @staticmethod
+    def fixed():
+        return 0.0
+
+    def __call__(self, s, b, h, q, k):
+        return s * super().fixed()
+
+
+class ByEqualValue(Parent):
+    slope = 2.0
+
+    def gain(self):
+        return DEQUE[0]
+
+    def __init__(self):
+        self.slope = 7.0
+
+    def __call__(self, s, b, h, q, k):
+        return s * super().slope
+
+
+class ByHidden(ByEqualValue):
+    """An attribute of the object hides those of all classes; the base method is never called."""
+
+    slope = 2.0
+
+    def gain(self):
+        return 1.0
+
+    def __call__(self, s, b, h, q, k):
+        return super().__call__(s, b, h, q, k) * self.gain()
+
+
+DEQUE = collections.deque([1.0])
+
+
+@pytest.mark.parametrize("kind", [ByCall, ByMethod, ByProperty, ByValue, ByStatic, ByHidden])
+def test_super_reaches_other_names_than_its_own(kind, monkeypatch):
+    made = kind()
+    assert value(made) == 2.0
+    monkeypatch.setitem(globals(), "GAIN", 3.0)
+    monkeypatch.setattr(Parent, "slope", 3.0)
+    assert value(made) == 3.0
+
+
+def test_tensors_that_are_indexed_with_a_request_or_head_have_an_element_for_each():
+    dims = Dims(2, 4, 2, 5, 7, 16, 16)
+    table = torch.zeros(2, 4, 1)
+    mod = fa.variant(score_mod=lambda s, b, h, q, k: s + table[b, h, 0] + table[0, h % 2, 0])
+    mod.bind(dims)
+    for wrong, dim, words in (((1, 4, 1), 0, "with b, but batch=2"), ((2, 3, 1), 1, "heads=4")):
+        table = torch.zeros(wrong)
+        with pytest.raises(ParamError, match=f"indexes dim {dim} of captured tensor .*{words}"):
+            mod.bind(dims)
+    table = torch.zeros(2, 4, 1)
+    mod.bind(dims)
+    rows = fa.variant(key_mod=lambda row, b, kv_h, k: row * table[b, kv_h, 0])
+    table = torch.zeros(2, 2, 1)
+    rows.bind(dims)
+    with pytest.raises(ParamError, match="with kv_h, but num_kv_heads=4"):
+        rows.bind(dims._replace(num_kv_heads=4))

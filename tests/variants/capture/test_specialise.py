@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 
+from flashattn_jit.errors import TraceError
 from flashattn_jit.variants import binding
 from flashattn_jit.variants.variant import as_variant
 from tests.variants.capture.captures_oracle import DIMS, value
@@ -150,6 +151,42 @@ def test_views_of_the_prelude_keep_nothing_alive():
     assert ref() is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_the_prelude_computes_in_float32_and_views_are_not_copied(dtype):
+    t = torch.linspace(0.5, 2.0, 7).to(dtype)
+    for make in (
+        lambda t: lambda s, b, h, q, k: s + (t * 0.3)[k],
+        lambda t: lambda s, b, h, q, k: s + torch.exp(t)[k],
+        lambda t: lambda s, b, h, q, k: s + torch.where((t * 3 > 2.1)[k], 1, 0),
+        lambda t: lambda s, b, h, q, k: s + (t.sum() / 3),
+        lambda t: lambda s, b, h, q, k: s + torch.stack([t, t * t]).max(0).values[k],
+    ):
+        found, expected = (as_variant(make(x)).bind(DIMS).tensors[0] for x in (t, t.float()))
+        assert torch.equal(found, expected) and found.dtype == expected.dtype
+    (kept,) = as_variant(lambda s, b, h, q, k: s + t.view(7, 1)[2:].mT[0, k]).bind(DIMS).tensors
+    assert kept.dtype == dtype and kept.untyped_storage()._cdata == t.untyped_storage()._cdata
+    with torch.inference_mode():
+        inference = t.clone()
+    bits = t.view(torch.int8)
+    for view in (
+        lambda s, b, h, q, k: s + t.view(torch.int8)[k],
+        lambda s, b, h, q, k: s + t.detach().view(torch.int8)[k],
+        lambda s, b, h, q, k: s + t[:].view(dtype=torch.int8)[k],
+        lambda s, b, h, q, k: s + inference.view(7, 1).view(7).view(torch.int8)[k],
+    ):
+        (found,) = as_variant(view).bind(DIMS).tensors
+        assert torch.equal(found, bits)
+    product = as_variant(lambda s, b, h, q, k: s + torch.einsum("i,j->ij", t, t)[q, k])
+    assert torch.equal(product.bind(DIMS).tensors[0], torch.outer(t.float(), t.float()))
+
+
+def test_the_prelude_writes_no_captured_tensor():
+    t = torch.tensor([-1.0, 2.0])
+    with pytest.raises(TraceError, match="must not write"):
+        value(lambda s, b, h, q, k: s + torch.nn.functional.relu(t, inplace=True)[k])
+    assert t[0] == -1
+
+
 def test_inference_tensors():
     with torch.inference_mode():
         t = torch.ones(7)
@@ -158,3 +195,12 @@ def test_inference_tensors():
         t.add_(1)
         assert value(hook) == 5
     assert value(hook) == 5
+
+
+def test_captured_numbers_beyond_32_bits_are_not_cut_off():
+    def make(n):
+        return lambda s, b, h, q, k: (q + n) % 1009 + torch.where(q - k < n, s, 0)
+
+    for n in (7, 2**31 - 1, 7, 2**31, 2**40 + 3, 9, -(2**33)):
+        wanted = (1 + n) % 1009 + (n > 0)
+        assert value(make(n)) == wanted

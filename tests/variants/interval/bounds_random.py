@@ -171,7 +171,7 @@ class RandomMask:
         return self.g.add("gather", indices, dtype, slot=slot)
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Sorted, small, wild or constant values."""
+        """Sorted, small, wild or constant values, or integers with the dtype's ends among them."""
         kind = self.choose(4)
         if dtype == "bool":
             return torch.as_tensor(self.rng.random(shape) < (0.1, 0.9, 0.5, 1.0)[kind])
@@ -188,6 +188,9 @@ class RandomMask:
             values = np.sort(values)
         if kind == 2:
             values = self.rng.integers(info.min, info.max, shape, dtype)
+        if dtype in INTS and self.rng.random() < 0.3:
+            ends = self.rng.choice(np.array([info.min, info.max], dtype), shape)
+            values = np.where(self.rng.random(shape) < (0.2, 1.0)[self.choose(2)], ends, values)
         return torch.as_tensor(values.astype(dtype))
 
     def search(self, depth: int) -> int:

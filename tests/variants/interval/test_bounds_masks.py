@@ -327,3 +327,22 @@ def test_a_mask_that_ignores_batch_and_heads_is_classified_once() -> None:
     assert list(runs_of_row(runs, 3, 6, 2)) == [(0, 2, 2), (2, 3, 1)]
     mask = traced(lambda b, h, q, k: q + b >= k)
     assert classify_grid(mask.graph, mask.params, grid).shape == (5, 1, 4, 4)
+
+
+LOW, HIGH = torch.full((256,), -(2**63)), torch.full((256,), 2**63 - 1)
+SENTINELS = {
+    "floordiv of the least": lambda b, h, q, k: LOW[q] // 64 <= k // 64,
+    "shift of the least": lambda b, h, q, k: (LOW[k] >> 6) >= q,
+    "trunc of the least": lambda b, h, q, k: torch.div(LOW[q], 3, rounding_mode="trunc") + q < k,
+    "floordiv of the largest": lambda b, h, q, k: HIGH[q] // 64 + k >= 0,
+    "by a negative": lambda b, h, q, k: HIGH[q] // -64 + k < 0,
+    "the least by a negative": lambda b, h, q, k: LOW[q] // -64 - k > q,
+}
+
+
+@pytest.mark.parametrize("name", SENTINELS)
+def test_quotients_of_the_ends_of_int64(name: str) -> None:
+    """They mean "no limit" in users' tables; no tile is decided wrongly, it may be partial."""
+    mask = traced(SENTINELS[name])
+    for tile in ((16, 16), (1, 64)):
+        check(mask, grid_of(Shape(1, 1, 1, 256, 256, 16, 16), tile), exact=False)

@@ -258,3 +258,22 @@ def test_additive_bias_of_minus_infinity_masks() -> None:
 def test_wrong_params_are_errors(variant: Variant, params: dict[str, object]) -> None:
     with pytest.raises(ParamError):
         bound(variant, batch=2, num_q_heads=4, **params)
+
+
+@pytest.mark.parametrize("cap", [0.0, 0, -1.0, math.nan, math.inf])
+def test_a_cap_is_a_finite_number_above_0(cap: float) -> None:
+    """A cap of 0 is no way to say "no cap": all scores would be NaN or 0."""
+    words = "'cap' must be a finite number above 0, got .*leave fa.SoftCap out"
+    with pytest.raises(ParamError, match=words):
+        lib.SoftCap(cap)
+    with pytest.raises(ParamError, match=words):
+        bound(lib.SoftCap(), cap=cap)
+
+
+def test_numbers_that_divide_by_0_are_refused() -> None:
+    with pytest.raises(ParamError, match="'floor_scale' must be a finite number above 0"):
+        lib.TemperatureTuning(floor_scale=0.0)
+    with pytest.raises(ParamError, match="'train_len' must be at least 2, got 1"):
+        lib.LogN(1)
+    with pytest.raises(ParamError, match="'reach' must be at least 0"):
+        lib.RelativeTable(reach=-1)

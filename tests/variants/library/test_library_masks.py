@@ -292,3 +292,43 @@ def test_huge_windows_do_not_overflow() -> None:
 def test_wrong_params_are_errors(variant: Callable[[], Variant], params: dict) -> None:
     with pytest.raises(ParamError):
         bound(variant(), batch=2, q_len=16, kv_len=16, **params)
+
+
+NO_NUMBERS: list[tuple[Callable[[], Variant], str]] = [
+    (lambda: lib.SlidingWindow(0), r"'window' must be at least 1, got 0; .*leave fa.SlidingWindow"),
+    (lambda: lib.SlidingWindow(-1), "'window' must be at least 1, got -1"),
+    (lambda: lib.SlidingWindow(-1, causal=False), "at least 0 where causal is False, got -1"),
+    (lambda: lib.StreamingLLM(0), "'window' must be at least 1, got 0; .*fa.Causal"),
+    (lambda: lib.StreamingLLM(8, -1), "'num_sinks' must be at least 0"),
+    (lambda: lib.Chunked(0), "'chunk' must be at least 1"),
+    (lambda: lib.Chunked(-8), "'chunk' must be at least 1"),
+    (lambda: lib.Dilated(-1, 2), "'window' must be at least 0"),
+    (lambda: lib.Dilated(8, 0), "'dilation' must be at least 1"),
+    (lambda: lib.BlockCausal(0), "'block' must be at least 1"),
+    (lambda: lib.BlockDiffusion(8, -4), "'block' must be at least 1"),
+]
+
+
+@pytest.mark.parametrize("make, words", NO_NUMBERS)
+def test_sizes_that_keep_no_pair_are_refused(make: Callable[[], Variant], words: str) -> None:
+    with pytest.raises(ParamError, match=words):
+        make()
+
+
+def test_sizes_are_checked_wherever_they_are_given() -> None:
+    for window in (0, -1):
+        with pytest.raises(ParamError, match=f"'window' must be at least 1, got {window}"):
+            bound(lib.SlidingWindow(), window=window)
+        with pytest.raises(ParamError, match="'local_window' must be at least 1"):
+            bound(lib.SlidingWindow(3).named("local") & lib.Causal(), local_window=window)
+    with pytest.raises(ParamError, match="'radius' must be at least 0"):
+        bound(lib.Natten(9, 3), radius=-1)
+    held = lib.SlidingWindow(3)
+    with pytest.raises(ParamError, match="'window' must be at least 1"):
+        held.window = 0
+    assert held.window == 3
+    own_key = lib.SlidingWindow(0, causal=False)
+    assert torch.equal(kept_pairs(own_key, 9, 9)[0, 0], torch.eye(9).bool())
+    with pytest.raises(ParamError, match="'window' must be at least 1"):
+        bound(own_key, causal=True)
+    assert bound(lib.SlidingWindow(3), window=0, causal=False).scalars == (0,)

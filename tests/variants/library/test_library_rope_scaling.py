@@ -7,6 +7,7 @@ float64; the figures at the end are of published configurations.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,6 +140,51 @@ def test_configs_name_their_scaling() -> None:
         rope_scaling_from_config({"rope_type": "linear"}, 8192)
     with pytest.raises(VariantError, match="rope_type is 'xpos'"):
         rope_scaling_from_config({"rope_type": "xpos"}, 8192)
+
+
+def test_whole_configs_are_read() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    expected = YarnScaling(4.0, 32768)
+    for name in ("rope_parameters", "rope_scaling"):
+        fields = {"max_position_embeddings": 32768, name: yarn}
+        assert rope_scaling_from_config(fields) == expected
+        assert rope_scaling_from_config(SimpleNamespace(**fields)) == expected
+        assert rope_scaling_from_config({"text_config": fields, "model_type": "x"}) == expected
+        plain_config = {"max_position_embeddings": 32768, "vocab_size": 100, name: None}
+        assert rope_scaling_from_config(plain_config) == NoScaling()
+        assert rope_scaling_from_config(SimpleNamespace(**plain_config)) == NoScaling()
+    assert rope_scaling_from_config({"vocab_size": 100, "rope_theta": 1e4}) == NoScaling()
+    phi = SimpleNamespace(
+        max_position_embeddings=131072, original_max_position_embeddings=4096,
+        rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [3.0]},
+    )  # fmt: skip
+    expected_phi = LongRopeScaling((1.0,), (3.0,), 4096, factor=32.0)
+    assert rope_scaling_from_config(phi) == expected_phi
+    assert rope_scaling_from_config({"rope_type": "linear", "factor": 8}) == LinearScaling(8.0)
+
+
+def test_what_is_no_config_is_refused() -> None:
+    with pytest.raises(VariantError, match=r"need the entry 'max_position_emb.*whole config"):
+        rope_scaling_from_config({"rope_type": "yarn", "factor": 4.0})
+    for wrong in (None, 3, "llama", SimpleNamespace(vocab_size=3)):
+        with pytest.raises(VariantError, match="expected a config of transformers, its dict"):
+            rope_scaling_from_config(wrong)
+    layers = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_theta": 1e4}}
+    for config in (layers, SimpleNamespace(rope_parameters=layers)):
+        with pytest.raises(VariantError, match=r"type of layer, full_attention, sliding_attention"):
+            rope_scaling_from_config(config)
+
+
+def test_configs_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    llama = {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(rope_parameters=llama, max_position_embeddings=131072)
+    assert rope_scaling_from_config(config) == Llama3Scaling(32.0)
+    assert rope_scaling_from_config(config.to_dict()) == Llama3Scaling(32.0)
+    assert rope_scaling_from_config(transformers.LlamaConfig()) == NoScaling()
 
 
 def test_tables_are_exact_at_long_positions() -> None:

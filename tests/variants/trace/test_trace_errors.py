@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from tests.variants.trace.trace_oracle import DIMS
 
 T = torch.randn(8, 8)
 MASK = torch.rand(8) > 0.5
+ARRAY, BY_HEAD = np.arange(8.0), {0: 1.0, 1: 2.0}
 
 
 def _and(b, h, q, k):
@@ -110,6 +112,7 @@ MESSAGES = [
     (lambda s, b, h, q, k: torch.where(q, s, 0.0), r"not boolean.*x != 0"),
     (lambda s, b, h, q, k: torch.where(q > k), r"one argument.*both branches"),
     (lambda s, b, h, q, k: s.to(torch.complex64), r"complex64"),
+    (lambda s, b, h, q, k: torch.complex(s, s).real, r"`complex`.*fa\.rotate\(row.*row\[0::2\]"),
     (lambda s, b, h, q, k: q.mean(), r"mean of integers"),
     (lambda s, b, h, q, k: T[q].var(), r"mean of squares"),
     (lambda s, b, h, q, k: T[q].max(-1).values, r"use `\.amax\(dim\)`"),
@@ -137,6 +140,10 @@ MESSAGES = [
     (lambda s, b, h, q, k: s.type_as(3), r"no attribute 'dtype'"),
     (lambda s, b, h, q, k: s.type_as(torch.int32), r"no attribute 'dtype'"),
     (lambda s, b, h, q, k: s + torch.ones(2, 3)[q], r"\[3\]|shape"),
+    (lambda s, b, h, q, k: s + torch.from_numpy(ARRAY)[k], r"arrays are tensors .*`t\[j\]`"),
+    (lambda s, b, h, q, k: s + np.log(k + 1), r"write torch's: `torch\.log`$"),
+    (lambda s, b, h, q, k: np.where(q > k, s, 0.0), r"write torch's: `torch\.where`$"),
+    (lambda s, b, h, q, k: s + BY_HEAD[h], r"a dict indexed by a tensor .* capture a tensor"),
 ]  # fmt: skip
 
 
@@ -245,3 +252,14 @@ def test_builtins_inside_hooks():
     assert graph is not None
     dtypes = {n.op: n.dtype for n in graph.nodes}
     assert (dtypes["q_len"], dtypes["kv_len"], dtypes["kv_slot"]) == ("int32", "int32", "int64")
+
+
+def test_complex_rows_name_the_real_forms():
+    angles = torch.polar(torch.ones(16, 4), torch.rand(16, 4))
+
+    def query_mod(row, b, h, q_idx):
+        pairs = torch.view_as_complex(row.reshape(-1, 2))
+        return torch.view_as_real(pairs * angles[q_idx]).flatten()
+
+    with pytest.raises(TraceError, match=r"`view_as_complex`.*fa\.rotate\(row, cos, sin"):
+        variant(query_mod=query_mod).bind(DIMS)

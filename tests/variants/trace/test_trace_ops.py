@@ -255,8 +255,49 @@ def test_values_and_dtypes_are_torch_s(name):
     compare(ALL[name], rtol=3e-5, atol=3e-5)
 
 
-def test_int32_wraps_as_torch_does():
-    compare(lambda s, b, h, q, k: (q + 2_000_000_000) * 2)
+LENGTH, TILE = 70_000, 8
+
+POSITIONS = {
+    "sum": lambda s, b, h, q, k: (q + 2_000_000_000) * 2,
+    "pair": lambda s, b, h, q, k: ((q + LENGTH - 1) * LENGTH + k) % 7,
+    "hash": lambda s, b, h, q, k: ((q + 40_000) * 1_000_003 * (k + 1)) % 1000,
+    "shift": lambda s, b, h, q, k: ((q + 70_000) << 15) % 1001,
+    "shift_by_position": lambda s, b, h, q, k: ((q + 1) << (k * 9)) % 1001,
+    "xorshift": lambda s, b, h, q, k: (q * 77_777 ^ (k << 21) ^ (q >> 1)) & 0xFFFFFF,
+    "square": lambda s, b, h, q, k: (q + 60_000) ** 2 % 1009,
+    "power": lambda s, b, h, q, k: (q + 3) ** (k + 20) % 1009,
+    "number_beyond": lambda s, b, h, q, k: (q + 5_000_000_000) % 1013,
+    "add_alpha": lambda s, b, h, q, k: torch.add(q, k, alpha=2_000_000_000) % 1013,
+    "addcmul": lambda s, b, h, q, k: torch.addcmul(q, k + 50_000, k + 50_000) % 1013,
+    "where": lambda s, b, h, q, k: torch.where(q > k, q + 60_000, k) * 50_000 % 1013,
+    "clamp": lambda s, b, h, q, k: (q * 40_000).clamp(0, 100_000) * 40_000 % 1013,
+    "of_request_and_head": lambda s, b, h, q, k: (b * 60_000 + 1) * (h + 60_000) % 1013,
+    "stacked": lambda s, b, h, q, k: (torch.stack([q, k]) + 60_000).prod() % 1013,
+    "tensor_of_int32": lambda s, b, h, q, k: (INT32[k] * q) % 1013,
+    "asked_for_int32": lambda s, b, h, q, k: (q.int() + 2_000_000_000) * 2,
+    "asked_for_int32_twice": lambda s, b, h, q, k: ((q + 3).to(torch.int32) * 1_000_003) * 1_003,
+    "int32_alone": lambda s, b, h, q, k: INT32[k] * INT32[k] * INT32[q],
+    "small_numbers": lambda s, b, h, q, k: (q // TILE * TILE + k % TILE) * 3 - q,
+}
+INT32 = torch.tensor([3, -70_000, 65_536, 2**30, 7, -(2**31), 2**31 - 1], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_integers_of_positions_are_those_of_int64(name):
+    compare(POSITIONS[name])
+
+
+def test_positions_are_computed_in_32_bits_where_the_result_fits():
+    def dtypes(f):
+        graph = variant(score_mod=lambda s, b, h, q, k: s + f(q, k)).bind(DIMS).ir.hook("score_mod")
+        return {n.dtype for n in graph.nodes if n.dtype.startswith("int") and n.op != "scalar"}
+
+    assert dtypes(lambda q, k: (q - k).abs() * 10 + (k & 31) * 1000 + q // 64 * 64) == {"int32"}
+    assert "int64" in dtypes(lambda q, k: (q - k) * 40)
+    # A captured number counts with its value.
+    for tile, wanted in ((8, {"int32"}), (4096, {"int32", "int64"}), (8, {"int32"})):
+        assert dtypes(lambda q, k: (q % 1000) * tile + (k % 7000) * tile**2) >= wanted  # noqa: B023
+        assert dtypes(lambda q, k: q * tile) == wanted  # noqa: B023
 
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -269,6 +310,34 @@ def test_chains_of_casts_wrap_at_each_step(dtype):
     for middle in WHOLE:
         for last in (*WHOLE, torch.float32):
             compare(lambda s, b, h, q, k, m=middle, z=last: values[k].to(m).to(z))
+
+
+SIZES = {
+    dtype: torch.tensor([100, 5, 7, 2, 90, 3, 1, 120]).to(dtype)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+}
+
+
+@pytest.mark.parametrize("other", SIZES)
+@pytest.mark.parametrize("dtype", SIZES)
+def test_factors_of_sums_are_applied_after_promotion(dtype, other):
+    x, y = SIZES[dtype], SIZES[other] * 250  # wraps in 8 bits
+    compare(lambda s, b, h, q, k: torch.add(s, y[k], alpha=300))
+    compare(lambda s, b, h, q, k: torch.add(x[q], y[k], alpha=100))
+    compare(lambda s, b, h, q, k: x[q].sub(y[k], alpha=-3))
+    compare(lambda s, b, h, q, k: torch.rsub(x[q], y[k], alpha=7))
+    compare(lambda s, b, h, q, k: torch.addcmul(s, x[q], y[k]))
+    compare(lambda s, b, h, q, k: torch.addcmul(x[q], y[k], y[q], value=2))
+    compare(lambda s, b, h, q, k: torch.add(q, y[k], alpha=2_000_000_000))
+
+
+def test_constants_are_folded_as_torch_computes():
+    third = lambda x: torch.div(x, 3, rounding_mode="trunc") & 0xFFF  # noqa: E731
+    compare(lambda s, b, h, q, k: third(torch.tensor(2**60 + 1)) + q)
+    compare(lambda s, b, h, q, k: third(torch.tensor(-(2**60) - 1)) + q)
+    compare(lambda s, b, h, q, k: s + torch.tensor(float("nan")).sign())
+    compare(lambda s, b, h, q, k: q + torch.tensor(2) ** torch.tensor(-1))
+    compare(lambda s, b, h, q, k: q + torch.tensor(-1) ** torch.tensor(-3))
 
 
 def test_captured_numbers_promote_as_python_numbers():
@@ -289,7 +358,7 @@ def test_numbers_computed_from_captured_numbers_stay_at_run_time():
 
 def test_a_large_python_integer_needs_a_wider_tensor():
     with pytest.raises(TraceError, match=r"\.long\(\)"):
-        variant(mask_mod=lambda b, h, q, k: q < 5_000_000_000).bind(DIMS)
+        variant(mask_mod=lambda b, h, q, k: q.int() < 5_000_000_000).bind(DIMS)
 
 
 def test_equal_expressions_are_one_node():

@@ -27,6 +27,8 @@ HALF = torch.rand(7, D, generator=G).half()
 GATE = torch.rand(3, generator=G)
 BOOK = torch.rand(16, generator=G)
 BOOKS = torch.rand(3, 9, generator=G)
+NUMBERS = torch.tensor([4, 4, 0, 1, 8, -2, 7, 3, 3, 2, 5, 6])
+PLACES = torch.rand(3, 2, 7, generator=G)
 FREQUENCIES = torch.rand(D // 2, generator=G)
 
 
@@ -127,6 +129,10 @@ HOOKS = {
     "chunks_uneven": lambda x, b, h, i: torch.cat(x.split([2, 7, 3])[::-1]),
     "lookup": lambda x, b, h, i: BOOK[(x * 4).round().int()] * x,
     "lookup_by_head": lambda x, b, h, i: BOOKS[h, (x * 40).long()] + BOOKS[1][x.int()],
+    "lookup_of_a_constant": lambda x, b, h, i: x[:6].repeat(2) * BOOKS[h, NUMBERS],
+    "lookup_of_a_list": lambda x, b, h, i: x * BOOKS[h][[3, -1, 0, 2, 2, 1, 4, 4, 5, 3, 2, 1]],
+    "lookup_in_the_first_dim": lambda x, b, h, i: x * BOOKS.mT[NUMBERS, h] + BOOKS[x.int(), h],
+    "lookup_by_parts": lambda x, b, h, i: PLACES[:, b, i][NUMBERS % 3] + PLACES[h, NUMBERS % 2, i],
     "lookup_of_half": lambda x, b, h, i: HALF[i, x.int()] * BOOK[(x[:6] * 3).int()].repeat(2),
     "setitem_scalar": lambda x, b, h, i: _zeroed(x),
 }  # fmt: skip
@@ -193,7 +199,12 @@ def test_output_mod_sees_lse_and_value_rows():
         (lambda x, b, h, i: x.view(2, -1), r"shape \[2, 6\]"),
         (lambda x, b, h, i: x + COS[i], "shapes"),
         (lambda x, b, h, i: BOOK[x], "index of dtype float32"),
-        (lambda x, b, h, i: BOOKS[x.int(), h], "an index that is a vector"),
+        (lambda x, b, h, i: BOOKS[x.int(), NUMBERS], r"that is a vector .* in a hook of rows one"),
+        (lambda x, b, h, i: PLACES[h, NUMBERS], r"an index that is a vector .* every other dim"),
+        (
+            lambda x, b, h, i: BOOKS[h, NUMBERS > 3],
+            r"lists or masks .* in a hook of rows",
+        ),
         (lambda x, b, h, i: BOOKS[x.int()][:, 0], "an index that is a vector"),
         (lambda x, b, h, i: x.max(-1)[0], "amax"),
     ],

@@ -43,6 +43,7 @@ def compare(fn: Callable[..., Any], *, rtol: float = 1e-5, atol: float = 1e-6) -
     got = evaluate(dict(bound.ir.hooks)["score_mod"], inputs, bound.tensors, bound.scalars)
     target = 1
     flat = [inputs[n].expand(SIZES).flatten() for n in ("score", "b", "h", "q_idx", "kv_idx")]
+    flat = [flat[0], *(x.long() for x in flat[1:])]  # in torch, indices are int64
     with HookFunctions():
         wanted = torch.vmap(lambda *a: _tensor(spy(*a), a[0]))(*flat)
     assert dtypes[0][0] == dtypes[1][0], f"traced {dtypes[0][0]}, eager {dtypes[1][0]}"

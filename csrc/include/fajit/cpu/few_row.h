@@ -6,6 +6,7 @@
 //         S = Q K^T            few_scores: K read in place, lanes over head_dim
 //         hooks, mask, max, exp, sum of each row, keys on lanes
 //         O = alpha O + P V    few_values: V read in place, lanes over head_dim_v
+//     after a sum block of keys (kv_walk.h), sums and O are added to the totals
 //   normalise, sink, output_mod, cast
 //
 // On AMX, bf16 with more than one row uses AMX tiles (amx/few_row.h), and kTileQ is up to 32.
@@ -139,12 +140,16 @@ class FewRowKernel {
   static constexpr int kMostAhead =
       larger_of(kMaxHeads > 1 || kTiles ? kTileKv : 0, larger_of(kAheadK, kAheadV));
   using KvRows = KeysOf<Config, kMostAhead + 2 * kTileKv>;
+  // Keys of a sum block; where the totals begin.
+  static constexpr int kSumKeys = 512;
+  static constexpr int kAllRows = kMaxHeads * kTileRows, kTotalO = kAllRows * kDimV,
+                       kTotalSums = kAllRows * kLanes, kTotalBase = kMaxHeads * kPaddedRows;
 
  public:
   FewRowKernel(const Context& c, Carver& carver)
       : c_(c),
         q_(carver.take<Matrix>(uint64_t{kMaxHeads} * kTileRows * kDim)),
-        o_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kDimV)),
+        o_(carver.take<float>(uint64_t{2} * kAllRows * kDimV)),
         s_(carver.take<float>(uint64_t{kWeightGroups} * kTileRows * kTileKv)),
         qt_(carver.take<int32_t>(kTiles ? uint64_t{kMaxHeads} * kTileRows * kDim / 2 : 0)),
         k_rows_(kKeysInPlace && !kConvertOnce && !kMayDecode
@@ -161,8 +166,8 @@ class FewRowKernel {
         block_s_(carver.take<float>(kFoldsKeys ? kTileRows * kTileKv : 0)),
         weights_(carver.take<CodeRow>(kCodeValues ? kWeightGroups * kTileRows : 0)),
         zero_sums_(carver.take<float>(kCodeValues ? kWeightGroups * kTileRows : 0)),
-        base_(carver.take<float>(kMaxHeads * kPaddedRows)),
-        sums_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kLanes)),
+        base_(carver.take<float>(2 * kMaxHeads * kPaddedRows)),
+        sums_(carver.take<float>(uint64_t{2} * kAllRows * kLanes)),
         h_(carver.take<int32_t>(kMaxHeads * kPaddedRows)),
         q_idx_(carver.take<int32_t>(kTileRows)),
         rows_(carver.take<Rows>(kMaxHeads * kTileRows)),
@@ -185,13 +190,15 @@ class FewRowKernel {
     value_products_ = ValueProducts::template of<ValueNumbers>(c_);
     for (int j = 0; j < heads; ++j) start_head(items[j], head(j), row0, count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
-    KvWalk<Config, Hooks, KvRows, kPartialKv> walk(c_, w, span, row0, kv_);
+    KvWalk<Config, Hooks, KvRows, kSumKeys, kPartialKv> walk(c_, w, span, row0, kv_);
+    totals_ = false;
     kv_.follow(next, c_.group_size());
     int ahead_k = 0, ahead_v = 0;  // rows that are prefetched ahead
     for (KvTile tile; walk.next(tile);) {
       const KeyRows k = kv_.keys();
       const ValueRows v = kv_.values();
       const int keys = tile.end - tile.begin, left = keys + walk.left();
+      if (tile.ends_sums) add_to_totals(heads, count);
       if (!tile.follows) {
         const int least =
             kTiles && count > kVectorRows ? left > 2 * kTileKv ? kTileKv : kPartialKv : 0;
@@ -213,6 +220,7 @@ class FewRowKernel {
                  next_k, next_v);
       }
     }
+    if (totals_) add_to_totals(heads, count);
     for (int j = 0; j < heads; ++j) finish(items[j], head(j), row0, count);
   }
 
@@ -272,18 +280,24 @@ class FewRowKernel {
             KeyNumbers::kGroups > 1 ? s.query_sums + i * (kDim / kLeastGroup) : nullptr);
       }
     }
-    if constexpr (kTiles) pack_queries(s, count);
+#if FAJIT_AMX
+    if constexpr (kTiles) pack_queries<kDim>(s.q, count, s.qt);
+#endif
   }
 
-  // Transposes Q by words, for the products with AMX tiles.
-  void pack_queries(const Head& s, int count) {
-    const int blocks = (count + 15) / 16;
-    for (int j = 0; j < blocks; ++j) {
-      const int32_t* rows[kLanes];
-      for (int i = 0; i < kLanes; ++i)
-        rows[i] = reinterpret_cast<const int32_t*>(s.q + (j * 16 + i) * kDim);
-      transpose_rows<kDim / 2>(rows, s.qt + j * kLanes, blocks * kLanes);
+  // Adds the sums of a sum block to the totals and sets them to 0.
+  __attribute__((noinline)) void add_to_totals(int heads, int count) {
+    for (int i = 0; i < heads * count; ++i) {
+      const Head s = head(i / count);
+      const int r = i % count;
+      const float base = s.base[r], old = totals_ ? s.base[kTotalBase + r] : base;
+      const vf kept = splat(old == base ? 1.0f : math::exp2((old - base) * kToBase2<Hooks>));
+      s.base[kTotalBase + r] = base;
+      add_sums(s.sums + r * kLanes, s.sums + kTotalSums + r * kLanes, kept, totals_);
+      for (int d = r * kDimV; d < (r + 1) * kDimV; d += kLanes)
+        add_sums(s.o + d, s.o + kTotalO + d, kept, totals_);
     }
+    totals_ = true;
   }
 
   // One head's products with a tile of keys, during which as many rows are prefetched.
@@ -485,21 +499,8 @@ class FewRowKernel {
           store(row + n, load(row + n) * load(numbers + n));
       pack_row_weights<Matrix, Value, kDimV>(row, vectors * kLanes);
     } else {
-      for (int g = kWeightGroups; g-- > 0;) {  // the first group's replace the row
-        float* const own = row + g * kTileRows * kTileKv;
-        const float* const scales = numbers + g * kTileKv;
-        [[maybe_unused]] vf zeros{};
-        for (int n = 0; n < vectors * kLanes; n += kLanes) {
-          const vf x = load(row + n) * load(scales + n);
-          if constexpr (ValueNumbers::kZeros)
-            zeros += x * load(scales + ValueNumbers::kGroups * kTileKv + n);
-          store(own + n, x);
-        }
-        const int at = g * kTileRows + r;
-        if constexpr (ValueNumbers::kZeros) zero_sums_[at] = reduce_add(zeros);
-        weights_[at] = value_products_.template weights<kTileKv>(own, vectors * kLanes,
-                                                                 reinterpret_cast<int8_t*>(own));
-      }
+      put_code_weights<ValueNumbers, kTileRows, kTileKv>(value_products_, row, vectors, numbers,
+                                                         weights_ + r, zero_sums_ + r);
     }
   }
 
@@ -518,14 +519,14 @@ class FewRowKernel {
     }
     // A row without a key so far: any finite base makes its weights 0.
     const float base = head.base[r] == -kInf ? 0.0f : head.base[r];
-    vf sum = load(head.sums + r * kLanes);
+    vf sum{};
     for (int j = 0; j < vectors; ++j) {
       float* s = s_ + r * kTileKv + j * kLanes;
       const vf x = weight_exp2<float>((load(s) - base) * kToBase2<Hooks>);
       sum += x;
       store(s, x);
     }
-    store(head.sums + r * kLanes, sum);
+    store(head.sums + r * kLanes, load(head.sums + r * kLanes) + sum);
   }
 
   void finish(const fajit_work& w, const Head& head, int32_t row0, int count) {
@@ -534,7 +535,7 @@ class FewRowKernel {
       vf sum{};
       for (int i = 0; i < kLanes; ++i) {
         if (first + i < count) {
-          sum[i] = reduce_add(load(head.sums + (first + i) * kLanes));
+          sum[i] = reduce_add(load(head.sums + (totals_ ? kTotalSums : 0) + (first + i) * kLanes));
         } else {  // a lane without a row
           head.h[first + i] = head.h[0];
           if constexpr (kIndirect) b_[first + i] = b_[0];
@@ -546,7 +547,7 @@ class FewRowKernel {
                                              load<vi>(head.h + first));
       for (int i = 0; i < kLanes && first + i < count; ++i) {
         const int32_t packed = row0 + first + i;
-        float* o = head.o + (first + i) * kDimV;
+        float* o = head.o + (totals_ ? kTotalO : 0) + (first + i) * kDimV;
         for (int d = 0; d < kDimV; d += kLanes) store(o + d, load(o + d) * n.factor[i]);
         if constexpr (!kCodeValues) ordered_dims<Matrix, Value, kDimV>(o);
         writer.write(packed_row<kIndirect>(*c_.args, w, packed),
@@ -559,7 +560,8 @@ class FewRowKernel {
   KeyProducts key_products_;
   ValueProducts value_products_;
   Matrix* q_;       // [head][row][kDim]
-  float* o_;        // [head][row][kDimV]
+  bool totals_;     // whether sums were added to totals
+  float* o_;        // [head][row][kDimV], then totals; base_ and sums_ likewise
   float* s_;        // [row][key] of one head
   int32_t* qt_;     // [head][block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
@@ -585,10 +587,6 @@ class FewRowKernel {
 };
 
 #if FAJIT_AMX
-template <class Config>
-struct RowsOfVectors : Config {
-  static constexpr int kTileQ = kFewRowGroup;
-};
 template <class Config, class Hooks>
 using FewRow = TilesOrVectors<FewRowKernel<Config, Hooks, true>,
                               FewRowKernel<RowsOfVectors<Config>, Hooks, false>, kFewRowGroup>;

@@ -162,20 +162,18 @@ struct KeyVector<bfloat16_t, Key, Dim> {
 };
 #endif
 
-// The sums over the lanes of four vectors, in the first four lanes.
+// The sums over the lanes of four vectors of 8, in lanes 0, 4, 2 and 6. They are added in the order
+// of `reduce_columns`: scores of a row do not depend on how many rows are computed with it.
 FAJIT_INLINE vf reduce_four(vf r0, vf r1, vf r2, vf r3) {
-  const vi lane = iota(), low = (lane & ~3) + (lane & 1) + (lane & 2) / 2 * kLanes;
-  const auto join = [](vf a, vf b, vi first, vi second) {
-    return as_float(shuffle2(as_int(a), as_int(b), first)) +
-           as_float(shuffle2(as_int(a), as_int(b), second));
+  const auto join = [](vf a, vf b, const Halves& halves) {
+    return as_float(shuffle2(as_int(a), as_int(b), halves.even)) +
+           as_float(shuffle2(as_int(a), as_int(b), halves.odd));
   };
-  const vi even = (lane & ~3) + 2 * (lane & 1) + (lane & 2) / 2 * kLanes;
-  vf x = join(join(r0, r1, low, low + 2), join(r2, r3, low, low + 2), even, even + 1);
-#pragma GCC unroll 2
-  for (int half = kLanes / 2; half >= 4; half /= 2)
-    x += as_float(shuffle2(as_int(x), as_int(x), lane ^ half));
-  return x;
+  const Halves four(4), two(2);
+  const vf x = join(join(r0, r1, four), join(r2, r3, four), two);
+  return x + as_float(shuffle2(as_int(x), as_int(x), iota() ^ 1));
 }
+constexpr int kLaneOfFour[4] = {0, 4, 2, 6};
 
 // s[row * s_stride + key] = scale * q[row] . k[key] for groups of NR rows and keys [0, count); up
 // to `count` rounded up to kLanes / NR is written, where keys repeat the last one. Rows of q are
@@ -233,7 +231,7 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, int groups, 
                 reduce_four(acc[i], acc[keys + i], acc[2 * keys + i], acc[3 * keys + i]) * scale);
           if (n + i < count)
 #pragma GCC unroll 4
-            for (int r = 0; r < NR; ++r) out[r * s_stride + i] = lanes[r];
+            for (int r = 0; r < NR; ++r) out[r * s_stride + i] = lanes[kLaneOfFour[r]];
         }
       } else {
         store(lanes, reduce_columns(acc) * scale);

@@ -3,6 +3,12 @@
 // The interval form of the mask classifies a run of tiles first: a run that is empty or full as a
 // whole costs one evaluation, so a causal tile over 64k keys costs tens of evaluations, not
 // hundreds. With a block mask the byte map decides, and tiles end at block boundaries.
+//
+// Sums over keys are blocked: those of a sum block of kSumKeys keys are computed on their own and
+// then added to the totals, so that small weights are not added one by one to a large sum. Where
+// one key has nearly all of the weight and 100,000 keys the rest, the error of few rows was 2.6e-4
+// with one running sum and is up to 6e-6 with sum blocks of 512 keys; that of a prefill was 4.3e-5
+// and is 4e-6 with blocks of about 4,096 (fp32, by hand).
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/key_rows.h>
@@ -14,6 +20,7 @@ struct KvTile {
   int32_t begin, end;  // logical positions; of a list: 0 and the number of keys
   int state;           // fajit_tile_state, never empty
   bool follows;        // its first key is the one after the last tile's
+  bool ends_sums;      // a sum block begins: the sums of the tiles before go to the totals
 };
 
 template <class Hooks>
@@ -24,11 +31,15 @@ FAJIT_INLINE int classify_span(const Context& c, const RowSpan& r, int32_t k0, i
 
 // Each tile is passed to `keys.seek`, which in an indirect kernel fills the table of row addresses.
 // Tiles of key lists are classified by the hull of their positions. Where the mask keeps a part of
-// the keys, tiles have PartialKv of them.
-template <class Config, class Hooks, class Keys, int PartialKv = Config::kTileKv>
+// the keys, tiles have PartialKv of them. Tiles end at multiples of kTileKv positions at the
+// latest, as runs and sum blocks do (of a list: after as many tiles): no tile reaches beyond a run,
+// and which keys are of a sum block does not depend on the tiles that other rows need. (The bases
+// of weights may: a partial tile of AMX may be smaller than a full one.)
+template <class Config, class Hooks, class Keys, int SumKeys, int PartialKv = Config::kTileKv>
 class KvWalk {
  public:
   static constexpr int32_t kRun = 8;  // tiles classified at once
+  static constexpr int32_t kSumKeys = round_up(SumKeys, Config::kTileKv);
 
   // `rows`: the span of the packed rows from `row0` on; the first row selects the row of the block
   // mask.
@@ -55,13 +66,14 @@ class KvWalk {
       if (keys_.listed()) return next_listed(tile);
     while (at_ < end_) {
       int state = FAJIT_TILE_FULL;
-      int32_t stop = end_ - at_ < Config::kTileKv ? end_ : at_ + Config::kTileKv;
+      const int32_t sum_block = at_ / kSumKeys, most = Config::kTileKv - at_ % Config::kTileKv;
+      int32_t stop = end_ - at_ < most ? end_ : at_ + most;
       if constexpr (Config::kBlockMask) {
         const fajit_block_mask& m = c_.args->block_mask;
-        const int32_t block = at_ / m.kv_block;
+        const int32_t kv_block = at_ / m.kv_block;
         const int32_t left = m.kv_block - at_ % m.kv_block;
         const int32_t block_end = left < end_ - at_ ? at_ + left : end_;
-        state = states_[block * m.strides[3]];
+        state = states_[kv_block * m.strides[3]];
         if (state == FAJIT_TILE_EMPTY) {
           at_ = block_end;
           continue;
@@ -70,7 +82,8 @@ class KvWalk {
         if (state == FAJIT_TILE_PARTIAL) state = classify(at_, stop);
       } else if constexpr (Hooks::kMask) {
         if (at_ >= run_end_) {
-          run_end_ = end_ - at_ < kRun * Config::kTileKv ? end_ : at_ + kRun * Config::kTileKv;
+          const int32_t run = most + (kRun - 1) * Config::kTileKv;
+          run_end_ = end_ - at_ < run ? end_ : at_ + run;
           run_state_ = classify(at_, run_end_);
           if (run_state_ == FAJIT_TILE_EMPTY) {
             at_ = run_end_;
@@ -83,9 +96,10 @@ class KvWalk {
         stop = at_ + PartialKv;
         state = classify(at_, stop);
       }
-      tile = {at_, stop, state, at_ == reached_};
+      tile = {at_, stop, state, at_ == reached_, begins(sum_block)};
       at_ = stop;
       if (state == FAJIT_TILE_EMPTY) continue;
+      sum_block_ = sum_block;
       reached_ = stop;
       keys_.seek(tile.begin, tile.end - tile.begin);
       return true;
@@ -105,12 +119,18 @@ class KvWalk {
     while (const int count = keys_.next()) {
       int32_t low, high;
       keys_.hull(0, count, low, high);
-      tile = {0, count, classify(low, high + 1), reached_ == 0};
+      const int32_t sum_block = tiles_++ / (kSumKeys / Config::kTileKv);
+      tile = {0, count, classify(low, high + 1), reached_ == 0, begins(sum_block)};
       reached_ = 0;
-      if (tile.state != FAJIT_TILE_EMPTY) return true;
+      if (tile.state == FAJIT_TILE_EMPTY) continue;
+      sum_block_ = sum_block;
+      return true;
     }
     return false;
   }
+
+  // Whether the sum block is not that of the last tile; false before the first tile.
+  bool begins(int32_t sum_block) const { return sum_block_ >= 0 && sum_block != sum_block_; }
 
   int classify(int32_t k0, int32_t k1) const {
     if constexpr (Hooks::kMask) {
@@ -124,7 +144,9 @@ class KvWalk {
   const RowSpan rows_;
   Keys& keys_;
   int32_t at_, end_;
-  int32_t reached_ = -1;  // end of the last tile; of lists: 0 after the first
+  int32_t reached_ = -1;    // end of the last tile; of lists: 0 after the first
+  int32_t sum_block_ = -1;  // of the last tile; -1 before the first
+  int32_t tiles_ = 0;       // of a list, so far
   int32_t run_end_ = INT32_MIN;
   int run_state_ = FAJIT_TILE_PARTIAL;
   const uint8_t* states_ = nullptr;

@@ -171,11 +171,14 @@ __attribute__((noinline)) void multiply_scores(KeyRows keys, int count, const in
 // Dims [0, dims) of the output; `dims` is a multiple of kMicroRows. V panels are `panel_stride`
 // words apart; `depth` counts words. A tile's sum starts from zero and is added to the rescaled
 // output at the end: one chain of additions over 1024 keys had 1.6 times the error, and a separate
-// pass for rescaling cost 1.5 %. `fetch(words)` as above.
+// pass for rescaling cost 1.5 %. Chains of additions end at multiples of kValueChain words, counted
+// from the tile's start, `skipped` words before the panels: keys that other rows need do not change
+// the order of a row's sums. `fetch(words)` as above.
 template <class Matrix, int NV, class Fetch>
 __attribute__((noinline)) void multiply_values(const int32_t* panels, int64_t panel_stride,
-                                               int dims, int depth, const int32_t* pt,
+                                               int dims, int skipped, int depth, const int32_t* pt,
                                                const float* alpha, float* o, Fetch fetch) {
+  const int chain = kValueChain - skipped % kValueChain;
   for (int d = 0; d < dims; d += kMicroRows) {
     const int32_t* v = panels + d / kPanel * panel_stride + d % kPanel;
     fetch(kMicroRows * depth);
@@ -189,7 +192,7 @@ __attribute__((noinline)) void multiply_values(const int32_t* panels, int64_t pa
         for (int j = 0; j < NV; ++j) join(o + ((d + i) * NV + j) * kLanes, acc[i][j], j);
       settle();
     };
-    const int first = Dot<Matrix>::kPack == 1 && depth > kValueChain ? kValueChain : depth;
+    const int first = Dot<Matrix>::kPack == 1 && depth > chain ? chain : depth;
     part(0, first, [&](float* at, vf x, int j) __attribute__((always_inline)) {
       store(at, x + load(at) * load(alpha + j * kLanes));
     });

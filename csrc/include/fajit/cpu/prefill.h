@@ -11,6 +11,7 @@
 //           hooks, mask, max; where a base changes: O^T = alpha O^T + V^T P^T of the parts so far
 //           exp, sum, P^T                               L1: S^T, P^T
 //         O^T = alpha O^T + V^T P^T  products.h         L1: P^T, packed V streams from L2
+//     after a sum block of keys (kv_walk.h), sums and O^T are added to the totals
 //   normalise, transpose, sink, output_mod, cast
 //
 // Working memory does not depend on kv_len. Blocks are 48 rows on 16 lanes: Q^T of 48 x 128 is 24
@@ -60,6 +61,8 @@ class Prefill {
   static constexpr int kPartKeys = Products::kPartKeys;
   static constexpr bool kParts = kPartKeys < kTileKv;
   static_assert(!kParts || kPartKeys % kChunk == 0);
+  static constexpr int kSumKeys = 4096;                 // of a block
+  static constexpr int kTotalO = kTileRows * kOutDims;  // where totals begin
   static constexpr bool kLateBases = Products::kRescalesApart && !Hooks::kPointwise;
 
   static constexpr bool kKeysInPlace = Products::kKeysAnywhere && same<K, Matrix> &&
@@ -107,7 +110,7 @@ class Prefill {
   Prefill(const Context& c, Carver& carver)
       : c_(c),
         qt_(carver.take<int32_t>(uint64_t{kTileRows} * kWords)),
-        o_(carver.take<float>(uint64_t{kTileRows} * kOutDims)),
+        o_(carver.take<float>(uint64_t{2} * kTileRows * kOutDims)),
         s_(carver.take<float>(uint64_t{kParts ? kPartKeys : kKvSlots} * kMaxVectors * kLanes)),
         p_(kParts ? carver.take<int32_t>(uint64_t{kKvSlots} / kPack * kMaxVectors * kLanes)
                   : reinterpret_cast<int32_t*>(s_)),
@@ -116,9 +119,9 @@ class Prefill {
         key_numbers_(carver.take<float>(kDecodesKeys ? KeyNumbers::kCount * kNumberKeys : 0)),
         value_numbers_(carver.take<float>(kDecodesValues ? ValueNumbers::kCount * kNumberKeys : 0)),
         line_(carver.take<char>(uint64_t{kLanes} * kLineBytes)),
-        max_(carver.take<float>(kTileRows)),
-        sum_(carver.take<float>(kTileRows)),
-        rounded_(carver.take<float>(kLateBases ? kTileRows : 0)),
+        max_(carver.take<float>(2 * kTileRows)),
+        sum_(carver.take<float>(2 * kTileRows)),
+        rounded_(carver.take<float>(kLateBases ? 2 * kTileRows : 0)),
         h_(carver.take<int32_t>(kTileRows)),
         q_idx_(carver.take<int32_t>(kTileRows)),
         rows_(carver.take<Rows>(kTileVectors)),
@@ -175,14 +178,17 @@ class Prefill {
       key_request_ = rows.b_first;
       several_requests_ = rows.b_first != rows.b_last;
     }
-    KvWalk<Config, Hooks, KvRows> walk(c_, w, rows, row0, kv_);
+    KvWalk<Config, Hooks, KvRows, kSumKeys> walk(c_, w, rows, row0, kv_);
+    totals_ = false;
     for (KvTile tile; walk.next(tile);) {
+      if (tile.ends_sums) add_to_totals(blocks, num_blocks);
       const int count = tile.end - tile.begin, left = walk.left();
       NextRows next{kv_.keys().from(count, 0), kv_.values().from(count, 0),
                     left < kTileKv ? left : kTileKv, num_blocks * Products::work(count)};
       run_keys(w, tile, blocks, num_blocks, next);
     }
 
+    if (totals_) add_to_totals(blocks, num_blocks);
     for (int i = 0; i < num_blocks; ++i) finish(w, blocks[i], row0, row_count);
   }
 
@@ -194,11 +200,8 @@ class Prefill {
 
   // The requests of vector j of the tile's rows.
   FAJIT_INLINE Request request(const fajit_work& w, int j) const {
-    if constexpr (kIndirect) {
-      return load<vi>(b_ + j * kLanes);
-    } else {
-      return w.request;
-    }
+    if constexpr (kIndirect) return load<vi>(b_ + j * kLanes);
+    else return w.request;
   }
 
   void pack_queries(const fajit_work& w, const Block& block, int32_t row0, int32_t row_count) {
@@ -405,23 +408,15 @@ class Prefill {
     return true;
   }
 
-  // The factor of scores that follows the hooks, and whether all scores were multiplied by the
-  // scale before: a negative scale would turn the -inf of a masked score into +inf, and 0 into NaN.
-  FAJIT_INLINE float scale() const {
-    return kNaturalUnits<Hooks> ? c_.args->scale : c_.args->scale * kLog2e;
-  }
-  FAJIT_INLINE bool scaled_before() const { return !kNaturalUnits<Hooks> && !(scale() > 0.0f); }
-  FAJIT_INLINE float to_base2() const {
-    return kNaturalUnits<Hooks> ? kLog2e : scaled_before() ? 1.0f : scale();
-  }
+  FAJIT_INLINE ScoreUnits<Hooks> units() const { return {c_.args->scale}; }
 
   // Pass 1 over keys [n0, n1) of a block: hooks, mask, and the bases of the weights. `alpha`: the
   // factors for the old sums and outputs; whether one of them is not 1. `s`: the scores of key 0.
   __attribute__((noinline, flatten)) bool find_bases(const Block& block, const uint8_t* states,
                                                      float* s, int n0, int n1, float* alpha) {
     const int stride = block.count * kLanes;
-    float factor = scale();
-    if (scaled_before()) {
+    float factor = units().factor();
+    if (units().scaled_before()) {
       for (int i = n0 * stride; i < n1 * stride; i += kLanes) store(s + i, load(s + i) * factor);
       factor = 1.0f;
     }
@@ -449,7 +444,7 @@ class Prefill {
       }
       vf rescale = splat(1.0f);
       if constexpr (!Hooks::kPointwise) {
-        rescale = weight_exp2<float>((old - finite(top)) * to_base2());
+        rescale = weight_exp2<float>((old - finite(top)) * units().to_base2());
         if constexpr (kLateBases) {
           const vi stays = rescale >= 0x1p-8f;  // weights up to 2^8
           top = select(stays, old, top);
@@ -462,9 +457,6 @@ class Prefill {
     }
     return changed;
   }
-
-  // A row without a key so far has the base -inf: any finite one gives it weights of 0.
-  static FAJIT_INLINE vf finite(vf base) { return select(base == -kInf, splat(0.0f), base); }
 
   // Pass 2: scores of keys [n0, n1) become weights in p_, which are added to the sums.
   __attribute__((noinline)) void weigh_keys(const Block& block, const float* s, int n0, int n1,
@@ -479,8 +471,9 @@ class Prefill {
     const int stride = block.count * kLanes;
     for (int j = 0; j < block.count; ++j) {
       const int v = (block.first + j) * kLanes;
-      const WeightSums sums = weigh<Matrix, Hooks, kSums>(
-          s + j * kLanes, p_ + j * kLanes, stride, n0, n1, finite(load(max_ + v)), to_base2());
+      const WeightSums sums =
+          weigh<Matrix, Hooks, kSums>(s + j * kLanes, p_ + j * kLanes, stride, n0, n1,
+                                      finite(load(max_ + v)), units().to_base2());
       const vf rescale = load(alpha + j * kLanes);
       if constexpr (kSums != Sums::kRounded) store(sum_ + v, load(sum_ + v) * rescale + sums.exact);
       if constexpr (kSums != Sums::kExact)
@@ -520,22 +513,44 @@ class Prefill {
     return top;
   }
 
+  // Adds the sums of a sum block to the totals and sets them to 0.
+  __attribute__((noinline)) void add_to_totals(const Block* blocks, int num_blocks) {
+    float* o = o_;
+    for (const Block* block = blocks; block < blocks + num_blocks; ++block) {
+      vf kept[kMaxVectors];
+      for (int j = 0; j < block->count; ++j) {
+        const int at = (block->first + j) * kLanes;
+        const vf base = load(max_ + at), old = load(max_ + kTileRows + at);
+        kept[j] = Hooks::kPointwise ? splat(1.0f)
+                                    : weight_exp2<float>((old - finite(base)) * units().to_base2());
+        store(max_ + kTileRows + at, base);
+        add_sums(sum_ + at, sum_ + kTileRows + at, kept[j], totals_);
+        if constexpr (kLateBases)
+          add_sums(rounded_ + at, rounded_ + kTileRows + at, kept[j], totals_);
+      }
+      for (int d = 0; d < kOutDims; ++d)
+        for (int j = 0; j < block->count; ++j, o += kLanes)
+          add_sums(o, o + kTotalO, kept[j], totals_);
+    }
+    totals_ = true;
+  }
+
   // --- output ---------------------------------------------------------------------------------
 
   void finish(const fajit_work& w, const Block& block, int32_t row0, int32_t row_count) {
     const Writer writer{c_, w.request, emit_of(*c_.args, w.partial)};
     float* lines = reinterpret_cast<float*>(line_);
     const int64_t split0 = int64_t{w.partial} - w.row_begin;
-    const float scale = c_.args->scale;
-    const float to_natural = kNaturalUnits<Hooks> ? 1.0f : scale > 0.0f ? scale : kLn2;
     for (int j = 0; j < block.count; ++j) {
-      const int at = (block.first + j) * kLanes;
+      const int at = (block.first + j) * kLanes, sums = at + (totals_ ? kTileRows : 0);
       const vi b = kIndirect ? load<vi>(b_ + at) : splat(w.request);
-      const vf top = load(max_ + at) * to_natural;
+      const vf top = load(max_ + at) * units().to_natural();
       const vi h = load<vi>(h_ + at);
-      Normalized n = writer.normalizer(top, load(sum_ + at), b, h);
-      if constexpr (kLateBases) n.factor = writer.normalizer(top, load(rounded_ + at), b, h).factor;
-      const float* o = o_ + int64_t{block.first} * kLanes * kOutDims + j * kLanes;
+      Normalized n = writer.normalizer(top, load(sum_ + sums), b, h);
+      if constexpr (kLateBases)
+        n.factor = writer.normalizer(top, load(rounded_ + sums), b, h).factor;
+      const float* o =
+          o_ + (totals_ ? kTotalO : 0) + int64_t{block.first} * kLanes * kOutDims + j * kLanes;
       for (int d = 0; d < Config::kHeadDimV; d += kLanes) {
         vi square[kLanes];
         for (int i = 0; i < kLanes; ++i)
@@ -555,7 +570,8 @@ class Prefill {
 
   Context c_;
   int32_t* qt_;         // [block][word][row of the block]
-  float* o_;            // [block][dim][row of the block]
+  bool totals_;         // whether sums were added to totals
+  float* o_;            // [block][dim][row of the block], then totals; max_ and sums likewise
   float* s_;            // [key of the part][row of the block]
   int32_t* p_;          // [key / pack][row of the block]; without parts s_, which is read first
   int32_t* values_;     // V in the layout of the products

@@ -58,7 +58,7 @@ struct VectorProducts {
   static FAJIT_INLINE void multiply_values(const int32_t* words, int n0, int n1, const int32_t* p,
                                            const float* alpha, float* o, Fetch fetch) {
     const int64_t first = n0 / kPack;
-    fajit::multiply_values<Matrix, NV>(words + first * kPanel, kPanelStride, kOutDims,
+    fajit::multiply_values<Matrix, NV>(words + first * kPanel, kPanelStride, kOutDims, n0 / kPack,
                                        (n1 - n0 + kPack - 1) / kPack, p + first * NV * kLanes,
                                        alpha, o, fetch);
   }
@@ -81,7 +81,7 @@ struct VectorProducts {
       pack_panels<Matrix>(count, panels, words, kPanelStride,
                           [&](int n) { return row(n0 + n) + d; });
       fajit::multiply_values<Matrix, NV>(
-          words, kPanelStride, dims < panels * kPanel ? dims : panels * kPanel, depth,
+          words, kPanelStride, dims < panels * kPanel ? dims : panels * kPanel, n0 / kPack, depth,
           p + n0 / kPack * NV * kLanes, alpha, o + int64_t{d} * NV * kLanes, fetch);
     }
   }

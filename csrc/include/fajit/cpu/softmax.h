@@ -80,6 +80,28 @@ constexpr float kToBase2 = kNaturalUnits<Hooks> ? kLog2e : 1.0f;
 template <class Hooks>
 constexpr float kToNatural = kNaturalUnits<Hooks> ? 1.0f : kLn2;
 
+// A row without a key so far has the base -inf: any finite one gives it weights of 0.
+FAJIT_INLINE vf finite(vf base) { return select(base == -kInf, splat(0.0f), base); }
+
+// The units of prefill.h's scores, for the scale of a call.
+template <class Hooks>
+struct ScoreUnits {
+  float scale;
+  // From products to scores: applied before the hooks; without hooks, when the maximum is
+  // subtracted.
+  FAJIT_INLINE float factor() const { return kNaturalUnits<Hooks> ? scale : scale * kLog2e; }
+  // Whether all are multiplied before the mask: a scale below 0 would turn the -inf of a masked
+  // score into +inf, and 0 into NaN.
+  FAJIT_INLINE bool scaled_before() const { return !kNaturalUnits<Hooks> && !(factor() > 0.0f); }
+  // Factors from scores as the maximum is subtracted.
+  FAJIT_INLINE float to_base2() const {
+    return kNaturalUnits<Hooks> ? kLog2e : scaled_before() ? 1.0f : factor();
+  }
+  FAJIT_INLINE float to_natural() const {
+    return kNaturalUnits<Hooks> ? 1.0f : scale > 0.0f ? scale : kLn2;
+  }
+};
+
 // The largest of `top` and of s for keys [n0, n1). Four maxima, because each waits for the
 // one before: with one, this pass took 11 % of the time of bf16 prefill on AMX tiles (D128, S4096,
 // sampled by hand).
@@ -127,6 +149,13 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
     top = most;
   }
   return max(last, top);
+}
+
+// totals = totals * kept + sums, the first time (not `any`) only sums; then sums = 0.
+FAJIT_INLINE void add_sums(float* sums, float* totals, vf kept, bool any) {
+  const vf sum = load(sums);
+  store(totals, any ? load(totals) * kept + sum : sum);
+  store(sums, vf{});
 }
 
 // Sums of weights: as they were computed, and as they were rounded to the matrix dtype.

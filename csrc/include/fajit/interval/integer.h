@@ -102,14 +102,12 @@ FAJIT_SHARED int64_t times(int64_t a, int64_t b) {
   return r;
 }
 FAJIT_SHARED int64_t floor_quotient(int64_t a, int64_t b) {
-  if (infinite(a)) return (a < 0) == (b < 0) ? kMax : kMin;
-  if (b == -1) return -a;
+  if (b == -1) return negated(a);
   const int64_t q = quotient(a, b);
   return q - (a != q * b && (a < 0) != (b < 0));
 }
 FAJIT_SHARED int64_t trunc_quotient(int64_t a, int64_t b) {
-  if (infinite(a)) return (a < 0) == (b < 0) ? kMax : kMin;
-  return b == -1 ? -a : quotient(a, b);
+  return b == -1 ? negated(a) : quotient(a, b);
 }
 
 // The hull of f at the four corners. A loop that is not unrolled, so f is inlined once.
@@ -132,17 +130,19 @@ FAJIT_SHARED Interval i_hull(Interval a, Interval b) {
 FAJIT_SHARED Interval i_add(Interval a, Interval b) {
   return {add_lo(a.lo, b.lo), add_hi(a.hi, b.hi)};
 }
-// a + c * b, where static ranges prove that nothing overflows.
-FAJIT_SHARED Interval i_add_scaled(Interval a, Interval b, int64_t c) {
-  return c < 0 ? Interval{a.lo + c * b.hi, a.hi + c * b.lo}
-               : Interval{a.lo + c * b.lo, a.hi + c * b.hi};
-}
 FAJIT_SHARED Interval i_neg(Interval a) { return {negated(a.hi), negated(a.lo)}; }
 FAJIT_SHARED Interval i_sub(Interval a, Interval b) { return i_add(a, i_neg(b)); }
 FAJIT_SHARED Interval i_mul(Interval a, Interval b) { return corners(a, b, times); }
 FAJIT_SHARED Interval i_scale(Interval a, int64_t c) {
   return c < 0 ? Interval{times(a.hi, c), times(a.lo, c)}
                : Interval{times(a.lo, c), times(a.hi, c)};
+}
+FAJIT_SHARED bool bounded(Interval a) { return a.lo != kMin && a.hi != kMax; }
+// a + c * b, where static ranges prove that no value overflows.
+FAJIT_SHARED Interval i_add_scaled(Interval a, Interval b, int64_t c) {
+  if (!bounded(a) || !bounded(b)) return i_add(a, i_scale(b, c));
+  return c < 0 ? Interval{a.lo + c * b.hi, a.hi + c * b.lo}
+               : Interval{a.lo + c * b.lo, a.hi + c * b.hi};
 }
 FAJIT_SHARED Interval i_minimum(Interval a, Interval b) {
   return {smaller(a.lo, b.lo), smaller(a.hi, b.hi)};
@@ -158,12 +158,17 @@ FAJIT_SHARED Interval i_abs(Interval a) {
 FAJIT_SHARED Interval i_sign(Interval a) {
   return {(a.lo > 0) - (a.lo < 0), (a.hi > 0) - (a.hi < 0)};
 }
-FAJIT_SHARED Interval i_floordiv(Interval a, Interval b) {
-  return spans_zero(b) ? kTop : corners(a, b, floor_quotient);
+// The quotients by a divisor of one sign; an end of a that means unbounded stays unbounded.
+template <class F>
+FAJIT_SHARED Interval quotients(Interval a, Interval b, F f) {
+  if (spans_zero(b)) return kTop;
+  Interval r = corners(a, b, f);
+  if (b.lo > 0 ? a.lo == kMin : a.hi == kMax) r.lo = kMin;
+  if (b.lo > 0 ? a.hi == kMax : a.lo == kMin) r.hi = kMax;
+  return r;
 }
-FAJIT_SHARED Interval i_truncdiv(Interval a, Interval b) {
-  return spans_zero(b) ? kTop : corners(a, b, trunc_quotient);
-}
+FAJIT_SHARED Interval i_floordiv(Interval a, Interval b) { return quotients(a, b, floor_quotient); }
+FAJIT_SHARED Interval i_truncdiv(Interval a, Interval b) { return quotients(a, b, trunc_quotient); }
 // x % c is exact as long as x stays within one period.
 FAJIT_SHARED Interval i_remainder(Interval a, Interval b) {
   if (spans_zero(b)) return kTop;

@@ -9,6 +9,7 @@
 #pragma once
 #include <fajit/cpu/amx/tiles.h>
 #include <fajit/cpu/few_row_kernel.h>
+#include <fajit/cpu/pack.h>
 
 namespace fajit {
 
@@ -37,6 +38,18 @@ class TileStream {
   int left_;
   const bool same_rows_;
 };
+
+// Transposes `count` rows of Q by words, blocks of 16 rows next to each other: qt[word][row].
+template <int Dim>
+FAJIT_INLINE void pack_queries(const bfloat16_t* q, int count, int32_t* qt) {
+  const int blocks = (count + 15) / 16;
+  for (int j = 0; j < blocks; ++j) {
+    const int32_t* rows[kLanes];
+    for (int i = 0; i < kLanes; ++i)
+      rows[i] = reinterpret_cast<const int32_t*>(q + (j * 16 + i) * Dim);
+    transpose_rows<Dim / 2>(rows, qt + j * kLanes, blocks * kLanes);
+  }
+}
 
 // Words from a packed pair of rows of V to the next: rows 2 KB apart share two sets of the L1. With
 // a line between them 16 rows of 576 + 512 dims took 0.8 of the time from L2, 0.93 from memory

@@ -6,6 +6,7 @@
 #pragma once
 #include <fajit/abi.h>
 #include <fajit/context.h>
+#include <fajit/cpu/few_row_kernel.h>
 #include <fajit/cpu/scratch.h>
 #include <fajit/types.h>
 
@@ -27,6 +28,10 @@ class BothKernels {
  private:
   Vectors vectors_;
   Tiles tiles_;
+};
+template <class Config>
+struct RowsOfVectors : Config {
+  static constexpr int kTileQ = kFewRowGroup;
 };
 template <class Tiles, class Vectors, int Most>
 using TilesOrVectors =

@@ -167,6 +167,27 @@ FAJIT_INLINE void code_scores(const Products& products, KeyRows k, int count, co
   }
 }
 
+// A row of weights as numbers that codes of values are multiplied with, times their scales
+// `numbers`: a row of each group of channels, Rows rows apart, the first in place of the weights.
+// `zero_sums`: of weights times zero points.
+template <class Numbers, int Rows, int N, class Products>
+FAJIT_INLINE void put_code_weights(const Products& products, float* row, int vectors,
+                                   const float* numbers, CodeRow* weights, float* zero_sums) {
+  for (int g = Numbers::kGroups; g-- > 0;) {
+    float* const own = row + g * Rows * N;
+    const float* const scales = numbers + g * N;
+    [[maybe_unused]] vf zeros{};
+    for (int n = 0; n < vectors * kLanes; n += kLanes) {
+      const vf x = load(row + n) * load(scales + n);
+      if constexpr (Numbers::kZeros) zeros += x * load(scales + Numbers::kGroups * N + n);
+      store(own + n, x);
+    }
+    if constexpr (Numbers::kZeros) zero_sums[g * Rows] = reduce_add(zeros);
+    weights[g * Rows] =
+        products.template weights<N>(own, vectors * kLanes, reinterpret_cast<int8_t*>(own));
+  }
+}
+
 // o[row][0, Dim) += sum over `count` keys of p[row] v for groups of NR rows, as integer_values and
 // half_values. `fetch()` issues the prefetches of kFetchedKeys<Products> keys, in kValuePasses
 // parts.
@@ -198,6 +219,8 @@ template <bool May, class Q, class Code, int Dim, class Numbers>
 using CodeProducts = NoProducts;
 template <class Numbers, int Dim, int NR, bool Several, int Keys, int QBytes, class... Arguments>
 void code_scores(Arguments...);
+template <class Numbers, int Rows, int N, class... Arguments>
+void put_code_weights(Arguments...);
 template <class Numbers, int Dim, int NR, int Rows, int N, class... Arguments>
 void code_values(Arguments...);
 template <class Products>

@@ -55,8 +55,6 @@ class PrefillWide {
   static constexpr int kHalfKeys = Config::kTileKv / 2;
   static constexpr int kN = kHalfKeys / 8;                        // blocks of 8 keys of a warp
   static constexpr int kD = round_up(Config::kDimV / 2, 16) / 8;  // blocks of 8 dims of a warp
-  // Columns of V from which the second warp of a group counts: 16 may be of both.
-  static constexpr int kHalfBegin = Config::kDimV - kD * 8;
   static constexpr int kLoadRows = Config::kTileKv / kWarps, kQueryRows = Config::kTileQ / kWarps;
   static_assert(Config::kTileQ == 16 * kGroups && (kStages == 1 || kStages == 2));
   static_assert(kN == 1 || kN == 2, "16 or 32 keys");
@@ -354,32 +352,22 @@ class PrefillWide {
             Element::pack(s[0][n][i * 2], s[0][n][i * 2 + 1]);
   }
 
-  // The warp's half of the dims += weights of all keys of the tile times values.
+  // The warp's half of the dims += weights of all keys of the tile times values: of every 32 dims
+  // the first or the second 16, so that the addresses of both warps of a group have the same steps.
   FAJIT_DEV void add_values(float (&o)[1][kD][4], uint32_t v) const {
-    // From a multiple of 64 columns on, the swizzle of a lane's addresses is that of the first
-    // half.
-    if constexpr (kHalfBegin % 64 == 0) {
-      add_values_from<0>(o, v + half_ * kHalfBegin * 2);
-    } else if (half_ == 0) {
-      add_values_from<0>(o, v);
-    } else {
-      add_values_from<kHalfBegin>(o, v);
-    }
-  }
-  template <int kFirst>
-  FAJIT_DEV void add_values_from(float (&o)[1][kD][4], uint32_t v) const {
     const uint32_t p_lane = compute_here(
         ptx::shared_address(weights_) + WeightLayout::offset(block_row(lane_), block_chunk(lane_)));
-    const uint32_t v_lane = compute_here(v + VLayout::offset(block_row(lane_), block_chunk(lane_)));
+    const uint32_t v_lane =
+        compute_here(v + VLayout::offset(block_row(lane_), block_chunk(lane_) + half_ * 2));
 #pragma unroll
     for (int n = 0; n < Config::kTileKv; n += 16) {
       uint32_t a[4];
       ptx::load_matrices(a, WeightLayout::step(p_lane, n / 8));
 #pragma unroll
       for (int d = 0; d < kD; d += 2) {
+        if (d * 16 + 16 == Config::kDimV && half_ == 1) continue;  // an odd number of 16 dims
         uint32_t b[4];
-        ptx::load_matrices_transposed(
-            b, VLayout::step(v_lane, kFirst / 8 + d) + n * VLayout::kRowBytes);
+        ptx::load_matrices_transposed(b, VLayout::step(v_lane, d * 2) + n * VLayout::kRowBytes);
         ptx::multiply_add<Element>(o[0][d], a, b[0], b[1]);
         ptx::multiply_add<Element>(o[0][d + 1], a, b[2], b[3]);
       }
@@ -399,13 +387,11 @@ class PrefillWide {
     for (int i = 0; i < 2; ++i) {
       const Normalized n =
           writer.normalizer(Softmax::in_base2(softmax.top[i], units_), softmax.sum[i], rows.at(i));
-      float* const row_out = staged + lane_ / 4 * kOutPitch + half_ * kHalfBegin + lane_ % 4 * 2;
+      float* const row_out = staged + lane_ / 4 * kOutPitch + half_ * 16 + lane_ % 4 * 2;
 #pragma unroll
-      for (int d = 0; d < kD; ++d) {
-        if (half_ == 1 || d * 8 < kHalfBegin)  // dims that both have computed are equal
-          *reinterpret_cast<float2*>(row_out + d * 8) =
-              float2{o[0][d][i * 2] * n.factor, o[0][d][i * 2 + 1] * n.factor};
-      }
+      for (int d = 0; d < kD; ++d)
+        *reinterpret_cast<float2*>(row_out + d / 2 * 32 + d % 2 * 8) =
+            float2{o[0][d][i * 2] * n.factor, o[0][d][i * 2 + 1] * n.factor};
       wait_for_partner();
       for (int r = half_; r < 8 && i * 8 + r < count; r += 2) {
         const int32_t p = item_.row_begin + first + i * 8 + r;

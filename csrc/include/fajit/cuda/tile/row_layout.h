@@ -37,9 +37,10 @@ struct RowLayout {
   static FAJIT_DEV uint32_t offset(int row, int chunk) {
     return row * kRowBytes + ((chunk ^ (row >> kShift & kMask)) << 4);
   }
-  // The address of (row, c + chunk) from that of (row, c), c = 0 or 1, for a constant even `chunk`:
-  // one XOR or addition. The tile starts at a multiple of 128 bytes. Of rows that are a multiple of
-  // 8 apart, one has the address of the other plus a constant, which loads add for free.
+  // The address of (row, c + chunk) from that of (row, c), for a constant `chunk` that has no bit
+  // in common with c: one XOR or addition. The tile starts at a multiple of 128 bytes. Of rows that
+  // are a multiple of 8 apart, one has the address of the other plus a constant, which loads add
+  // for free.
   static FAJIT_DEV uint32_t step(uint32_t address, int chunk) {
     if constexpr (kMask == 0) return address + chunk * 16;
     return (address ^ ((chunk & kMask) << 4)) + (chunk & ~kMask) * 16;

@@ -70,8 +70,8 @@ class Changer {
         next = described_tile(turn_ + 1);
         held = load<First>(next);
       };
-      put<First>(
-          held);  // `held` may be the next tile's below: of it `change` uses the codebook alone
+      // `held` may be the next tile's below: of it `change` uses the codebook alone.
+      put<First>(held);
       if constexpr (kBoth) held_values = load<Values>(now);
       if constexpr (!kBoth && First::kCoded) look_ahead();
       change<First>(now, held);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "launch/batch_call.h"
-#include "tensors/bound_variant.h"
+#include "repeats/bound_variant.h"
 #include "tensors/tensor_layout.h"
 #include "tensors/torch_state.h"
 
@@ -80,6 +80,7 @@ class RepeatedCall {
   bool read(Read& call) const;
   bool read_params(Read& call) const;
   static bool has_derivatives(const Read& call);
+  static void note_results(const Tensors& given);
   bool is_apart(const Read& call) const;
   bool launch(Read& call, double scale, pybind11::handle scalars) const;
 

@@ -1,4 +1,4 @@
-#include "tensors/bound_variant.h"
+#include "repeats/bound_variant.h"
 
 #include <cstring>
 #include <utility>

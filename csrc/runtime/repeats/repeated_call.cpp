@@ -1,4 +1,4 @@
-#include "launch/repeated_call.h"
+#include "repeats/repeated_call.h"
 
 #include <algorithm>
 #include <cmath>
@@ -14,14 +14,15 @@ namespace py = pybind11;
 namespace fajit::runtime {
 namespace {
 
-// Whether two ranges of addresses have a byte in common.
-bool overlap(const char* a, int64_t a_bytes, const char* b, int64_t b_bytes) {
-  return a_bytes > 0 && b_bytes > 0 && a < b + b_bytes && b < a + a_bytes;
-}
-
 bool is_bool(py::handle value, bool wanted) { return value.ptr() == (wanted ? Py_True : Py_False); }
 
 }  // namespace
+
+// Of results that were given: `launch` puts new ones in place of the others.
+void RepeatedCall::note_results(const Tensors& given) {
+  const TorchState::Tensor results[] = {given[kOut], given[kLse]};
+  TorchState::get().note_written(results, 2);
+}
 
 struct RepeatedCall::Read {
   Tensors tensors;
@@ -159,6 +160,7 @@ py::object RepeatedCall::run(const Tensors& given, double scale, py::handle para
   Read call{given, {}, {}, py::reinterpret_borrow<py::object>(params)};
   if (!unpack(call) || !read(call) || has_derivatives(call) || !launch(call, scale, scalars))
     return py::none();
+  note_results(given);
   return py::make_tuple(call.tensors[kOut], call.tensors[kLse]);
 }
 
@@ -192,6 +194,7 @@ py::object RepeatedCall::run_again(py::handle variant, const Tensors& given, py:
     if (!planned[i].is_none()) call.captured[i] = planned[i];
   }
   if (has_derivatives(call) || !launch(call, factor, held_.scalars)) return py::none();
+  note_results(given);
   return py::make_tuple(call.tensors[kOut], call.tensors[kLse]);
 }
 

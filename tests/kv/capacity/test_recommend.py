@@ -119,6 +119,12 @@ def test_latent_attention_and_its_formats() -> None:
     assert names == [None, INT8, fa.kv.Format("int4", group=32)]
 
 
+def test_a_budget_for_more_pages_than_a_cache_can_have() -> None:
+    few, many = (fa.kv.recommend(FULL, size, [Request(9, 3)] * 3) for size in (1 << 24, 1 << 60))
+    assert many.best.num_pages == (2**31 - 2,)
+    assert [x.replay for x in many.options] == [x.replay for x in few.options]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

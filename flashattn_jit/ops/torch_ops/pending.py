@@ -1,0 +1,194 @@
+"""Changes that a compiled function makes to existing objects before a call.
+
+Dynamo applies them after the graph (``config.window = 9`` of an object, module, cell or list made
+outside): while the graph is traced, and when it runs, the objects are still as they were. Traced
+code that reads a number or a tensor by a path (`paths`) gets the new one. Nothing sees another
+flag, kind of number, length of a list, or global: that is an error, where a hook is known to read
+it. It is not known of modules, as what their ``forward`` names counts as read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import VariantError
+from ...variants.capture.objects import attribute
+from ...variants.capture.walk import Walk
+
+Form = tuple[Any, ...]
+"""The form of a value: ("int",), ("float",), ("tensor",), ("constant", class, x), ("list" |
+"dict", length) or ("other",)."""
+
+Change = tuple[int, str, Form]
+"""The id of an object or of a module's globals; the name of an attribute or global, or "" for the
+items of a list or a dict; the new form."""
+
+_CELL_CONTENT = "cell_contents"
+_OTHER: Form = ("other",)
+_VALUES: tuple[Form, ...] = (("int",), ("float",), ("tensor",))
+
+_found: dict[int, list[Change] | VariantError] = {}
+_numbers = itertools.count(1)
+
+
+def changes_before_call() -> int:
+    """A number for the changes so far, for `take`; 0 for none. Dynamo runs this symbolically."""
+    if not torch.compiler.is_dynamo_compiling():
+        return 0
+    number: list[Any] = []
+    from torch._dynamo.comptime import comptime
+
+    comptime(_look_at_changes)
+    return number[0] if number else 0
+
+
+def take(number: int) -> list[Change]:
+    """The changes of a number, which is valid once. Raises VariantError if they are unknown."""
+    changes = _found.pop(number, [])
+    if isinstance(changes, VariantError):
+        raise changes
+    return changes
+
+
+def _look_at_changes(context: Any) -> None:
+    """Fills the list of `changes_before_call`."""
+    from torch._dynamo import variables
+
+    try:
+        found: list[Change] | VariantError = _changes(context)
+    except Exception as error:  # Dynamo's variables differ between versions of torch
+        found = VariantError(
+            "what the compiled function changes before the call cannot be read with this version "
+            f"of torch ({torch.__version__}; {type(error).__name__}: {error}); call outside of it"
+        )
+    if found:
+        number = next(_numbers)
+        _found[number] = found
+        held = context.get_local("number")._i_will_not_complain_if_bc_breaks_VariableTracker()
+        held.realize().items.append(variables.ConstantVariable.create(number))
+
+
+def _changes(context: Any) -> list[Change]:
+    """The changes in Dynamo's own variables."""
+    from torch._dynamo import source, variables
+
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    effects = output.side_effects
+    changes: list[Change] = []
+    for key, x in list(effects.id_to_variable.items()):
+        if x.source is None or x.mutation_type is None or not effects.is_modified(x):
+            continue
+        owner = key
+        if isinstance(x, variables.NewGlobalVariable):
+            if not isinstance(x.source, source.GlobalSource):
+                continue  # of another module than that of the compiled function
+            owner = id(output.global_scope)
+        attributes = effects.store_attr_mutations.get(x, {})
+        changes += [(owner, name, _symbolic_form(new)) for name, new in attributes.items()]
+        if isinstance(x, variables.ListVariable | variables.ConstDictVariable):
+            kind = "list" if isinstance(x, variables.ListVariable) else "dict"
+            changes.append((owner, "", (kind, len(x.items))))
+    return changes
+
+
+def _symbolic_form(x: Any) -> Form:
+    """The form of one of Dynamo's variables, without guards on its value."""
+    if hasattr(x, "peek_value") and not x.is_realized():
+        return _form(x.peek_value())
+    x = x.realize()
+    if x.is_python_constant():
+        return _form(x.as_python_constant())
+    try:
+        kind = x.python_type()
+    except Exception:  # Dynamo knows none
+        return _OTHER
+    if kind in (int, float):
+        return (kind.__name__,)
+    return ("tensor",) if issubclass(kind, torch.Tensor) else _OTHER
+
+
+def _form(x: object) -> Form:
+    """The form of a value."""
+    if type(x) in (int, float):
+        return (type(x).__name__,)
+    if isinstance(x, torch.Tensor):
+        return ("tensor",)
+    if isinstance(x, bool | str | bytes | type(None)):
+        return "constant", type(x), x
+    if isinstance(x, list | dict) and type(x) in (list, dict):
+        return type(x).__name__, len(x)
+    return _OTHER
+
+
+def changes_values(walk: Walk, changes: Sequence[Change]) -> bool:
+    """Whether numbers or tensors that a walk found have changed.
+
+    Raises VariantError where something has changed that a hook reads and nothing sees.
+    """
+    objects = {id(x): x for x in walk.values}
+    for x in walk.values:
+        if type(x) is tuple and x and type(x[0]) is types.CellType:  # a closure
+            objects.update((id(cell), cell) for cell in x)
+    is_certain = not any(isinstance(x, torch.nn.Module) for x in walk.values)
+    found = False
+    for owner, name, new in changes:
+        if owner not in objects:
+            if is_certain and name in walk.names and _is_found_in_class(walk, owner, name):
+                raise _unseen(f"{name!r} of a class")
+            continue
+        x = objects[owner]
+        scope = x if type(x) is dict and "__builtins__" in x else None
+        if scope is None and name not in ("", _CELL_CONTENT) and name not in walk.names:
+            continue
+        if scope is not None and name not in _read_from(walk, scope):
+            continue
+        old = _form(scope.get(name) if scope is not None else attribute(x, name) if name else x)
+        if scope is None and old == new:
+            found |= new in _VALUES or not name  # or items
+        elif _is_unseen(old, new, is_certain, scope is not None):
+            what = f"{name!r} of a {type(x).__name__}" if name else "the length of a list"
+            raise _unseen(what if scope is None else f"the global {name}")
+    return found
+
+
+def _unseen(what: str) -> VariantError:
+    return VariantError(
+        f"the compiled function changes {what}, which a hook of a later call in it reads: the call "
+        "cannot see that; pass the value by keyword, make the variant in the compiled function, or "
+        "change it outside"
+    )
+
+
+def _is_found_in_class(walk: Walk, owner: int, name: str) -> bool:
+    """Whether the class with this id gives an object or class that a walk found the attribute:
+    Dynamo's traced code would find the old one."""
+    for x in walk.values:
+        found = x if isinstance(x, type) else type(x)
+        if found is x or name not in getattr(x, "__dict__", {}):
+            bases = (base for base in found.__mro__ if name in base.__dict__)
+            if id(next(bases, None)) == owner:
+                return True
+    return False
+
+
+def _is_unseen(old: Form, new: Form, is_certain: bool, is_global: bool) -> bool:
+    """Whether a change is one that nothing sees."""
+    if is_global:
+        return is_certain and (old != new or new in _VALUES)
+    if {old, new} == {("int",), ("float",)}:  # the graph has the one, the site the other
+        return True
+    simple = all(form[0] in ("int", "float", "constant", "list") for form in (old, new))
+    return is_certain and simple
+
+
+def _read_from(walk: Walk, scope: object) -> set[str]:
+    """The globals that a walk found in a module's dict."""
+    return {
+        x.steps[-1][1] for x in walk.locations
+        if x.base >= 0 and walk.values[x.base] is scope and x.steps and x.steps[-1][0] == "item"
+    }  # fmt: skip
