@@ -76,6 +76,8 @@ def _most_of(op: str, operands: list[int], values: Sequence[int | None]) -> int:
         return abs(divisor)
     if op == "and" and (masks := [c for c in values if c is not None and c >= 0]):
         return min(masks)
-    if op in ("and", "or", "xor", "not"):
+    if op == "not":
+        return most + 1
+    if op in ("and", "or", "xor"):
         return (1 << most.bit_length()) - 1
     return most  # neg, abs, sign, where, minimum, maximum, shr, divisions by unknown numbers
