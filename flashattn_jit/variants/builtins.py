@@ -32,12 +32,12 @@ def _call(name: str, *args: Any) -> Any:
 
 
 def q_len(b: Any) -> Any:
-    """The number of query rows of request `b`: a 0-dim int32 tensor."""
+    """The number of query rows of request `b`: a 0-dim int64 tensor."""
     return _call("q_len", b)
 
 
 def kv_len(b: Any) -> Any:
-    """The number of keys of request `b`: a 0-dim int32 tensor.
+    """The number of keys of request `b`: a 0-dim int64 tensor.
 
     >>> fa.variant(mask_mod=lambda b, h, q, k: k >= fa.kv_len(b) - 128)
     """

@@ -100,5 +100,5 @@ class AdditiveBias(Variant):
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     ) -> Tensor:
         """The formula of the class."""
-        row = q_row(b, q_idx) - b.int() * q_len(b)
+        row = q_row(b, q_idx) - b * q_len(b)
         return score + self.bias[b, h, row, kv_idx]

@@ -33,7 +33,7 @@ class DenseGatedOutput(Variant):
 
     def output_mod(self, row: Tensor, lse: Tensor, b: Tensor, h: Tensor, q_idx: Tensor) -> Tensor:
         """The gated row."""
-        return row * torch.sigmoid(self.gate[b, h, q_row(b, q_idx) - b.int() * q_len(b)])
+        return row * torch.sigmoid(self.gate[b, h, q_row(b, q_idx) - b * q_len(b)])
 
 
 class HeadGatedOutput(PackedGatedOutput):

@@ -12,7 +12,15 @@ import torch
 from flashattn_jit.variants.capture.extract import HostTensor, leaves, map_tree
 from flashattn_jit.variants.ir.dtypes import VALUE_DTYPES
 from flashattn_jit.variants.trace.node_emitter import index
-from flashattn_jit.variants.trace.operations import ELEMENTWISE, cast, const, op, to_dtype, val
+from flashattn_jit.variants.trace.operations import (
+    ELEMENTWISE,
+    cast,
+    const,
+    op,
+    stored,
+    to_dtype,
+    val,
+)
 from flashattn_jit.variants.trace.values import Captured, Number, Value, pinned, tracer, updated_by
 
 if TYPE_CHECKING:
@@ -68,12 +76,13 @@ def _wrap(t: Tracer, x: Any, from_captures: bool) -> Any:
 # --- factories that take a value of the hook ---------------------------------------------------
 
 
-def _filled(shape: Any, value: Any, dtype: Any, default: str) -> Value:
+def _filled(shape: Any, value: Any, dtype: Any, like: Value) -> Value:
     sizes = tuple(int(n) for n in shape)
     if math.prod(sizes) > tracer().max_elements:
         tracer().refuse(f"a tensor of shape {list(sizes)}", "make it outside and capture it")
-    filler = cast(val(value), _dtype(dtype, default))
-    return Value(filler.node, filler.name, sizes)
+    filler = val(value)
+    filler = stored(like, filler) if dtype is None else cast(filler, _dtype(dtype, like.name))
+    return Value(filler.node, filler.name, sizes, bound=filler.bound)
 
 
 def _dtype(dtype: Any, default: str) -> str:
@@ -88,12 +97,12 @@ def _dtype(dtype: Any, default: str) -> str:
 @op("full_like", elementwise=False)
 def _full_like(input: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
     x = val(input)
-    return _filled(x.shape, fill_value, dtype, x.name)
+    return _filled(x.shape, fill_value, dtype, x)
 
 
 @op("new_full", elementwise=False)
 def _new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
-    return _filled(size, fill_value, dtype, val(input).name)
+    return _filled(size, fill_value, dtype, val(input))
 
 
 def _new(fill_value: int, input: Any, *size: Any, **kwargs: Any) -> Value:
@@ -109,7 +118,7 @@ for _stem, _value in (("zeros", 0), ("ones", 1), ("empty", 0)):
 
 @op("full", elementwise=False)
 def _full(size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
-    return _filled(size, fill_value, dtype, val(fill_value).name)
+    return _filled(size, fill_value, dtype, val(fill_value))
 
 
 @op("new_tensor", elementwise=False)

@@ -17,9 +17,8 @@ import torch
 from flashattn_jit.variants.ir.dtypes import VALUE_DTYPES
 from flashattn_jit.variants.ir.ir import FLOAT_FUNCTIONS, category, is_float, result_dtype
 from flashattn_jit.variants.trace.positions import (
-    MOST,
+    ANY_INT32,
     MOST_NUMBER,
-    UNKNOWN,
     Bound,
     bound_of,
     fits_int32,
@@ -108,25 +107,52 @@ def _bound_of(name: str, xs: tuple[Value, ...]) -> Bound | None:
         return None
     constants: list[int | None] = []
     numbers: list[int | None] = []
-    operands = []
     for x in xs:
         c, number = t.emitter.value(x.node), t.number_of(x.node)
         constants.append(None if c is None else int(c))
         numbers.append(constants[-1] if number is None else int(number.value))
-        if c is not None:
-            operands.append(Bound(abs(int(c)), abs(int(c))))
-        elif number is not None:
-            now = int(abs(number.value))
-            operands.append(Bound(max(MOST, now), now, number.sources))
-        else:
-            operands.append(x.bound or UNKNOWN)
-    bound = bound_of(name, operands, constants, numbers)
+    bound = bound_of(name, [magnitude(x) for x in xs], constants, numbers)
     if fits_int32(bound.most):
         return bound
     if not fits_int32(bound.now):
         return None
-    t.specialise(bound.sources)
+    t.specialise_bound(bound.sources)
     return Bound(bound.now, bound.now)
+
+
+def magnitude(x: Value) -> Bound:
+    """The bound of an int32 value."""
+    t = tracer()
+    if (c := t.emitter.value(x.node)) is not None:
+        return Bound(abs(int(c)), abs(int(c)))
+    if (number := t.number_of(x.node)) is not None:
+        now = int(abs(number.value))
+        return Bound(max(MOST_NUMBER, now), now, number.sources)
+    if x.bound is not None:
+        return x.bound
+    node = t.emitter.node(x.node)
+    bits = _BITS.get(t.emitter.node(node.args[0]).dtype) if node.op == "cast" else None
+    return ANY_INT32 if bits is None else Bound(1 << bits, 1 << bits)
+
+
+_BITS = {"bool": 0, "uint8": 8, "int8": 7, "int16": 15}
+"""Bits of the magnitudes of integers that have fewer than 32."""
+
+
+def stored(target: Value, new: Value) -> Value:
+    """`new` in the dtype of `target`, which may be an int64 of positions."""
+    if target.bound is None:
+        return cast(new, target.name)
+    t = tracer()
+    if (number := t.number_of(new.node)) is not None:
+        narrow = isinstance(number.value, int) and not _is_beyond_int32(new)
+    elif (c := t.emitter.value(new.node)) is not None:
+        narrow = math.isfinite(c) and fits_int32(int(abs(c)))
+    else:
+        narrow = new.name != "int64" and not is_float(new.name)
+    made = cast(new, "int32" if narrow else "int64")
+    made.bound = magnitude(made) if narrow else None
+    return made
 
 
 def aligned(*xs: Any) -> tuple[str, tuple[Value, ...]]:
@@ -154,7 +180,7 @@ def promoted(x: Value, *others: Value) -> Value:
     """The value in the common dtype of all: an int64 of positions where another one is."""
     converted = cast(x, common_dtype(x, *others))
     if converted.name == "int32" and any(y.bound is not None for y in others):
-        converted.bound = converted.bound or UNKNOWN
+        converted.bound = magnitude(converted)
     return converted
 
 
@@ -272,21 +298,20 @@ def _constant_power(x: Value, c: float, dtype: str) -> Value | None:
     if c > 1:
         root = _constant_power(x, c // 2, dtype)
         assert root is not None
-        half = emit("mul", (root, root), dtype)
-    return emit("mul", (half, x), dtype) if c > 1 and c % 2 else half
+        half = emit("mul", (root, root), root.name)
+    if c <= 1 or c % 2 == 0:
+        return half
+    return emit("mul", (half, cast(x, half.name)), half.name)
 
 
 @op("clamp", "clip", "hardtanh")
 def _clamp(input: Any, min: Any = None, max: Any = None, **kw: Any) -> Value:
     low, high = kw.get("min_val", min), kw.get("max_val", max)
-    bounds = [val(x) for x in (low, high) if x is not None]
-    value = val(input)
-    dtype = common_dtype(value, *bounds)
-    result = cast(value, dtype)
+    dtype, (result, *bounds) = aligned(input, *(x for x in (low, high) if x is not None))
     if low is not None:
-        result = emit("maximum", (result, cast(bounds[0], dtype)), dtype)
+        result = emit("maximum", (result, bounds[0]), dtype)
     if high is not None:
-        result = emit("minimum", (result, cast(bounds[-1], dtype)), dtype)
+        result = emit("minimum", (result, bounds[-1]), dtype)
     return result
 
 
@@ -352,7 +377,8 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Value:
 @op("masked_fill")
 def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
     x = val(input)
-    return emit("where", (logical(mask), cast(val(value), x.name), x), x.name)
+    filler = stored(x, val(value))
+    return emit("where", (logical(mask), filler, cast(x, filler.name)), filler.name)
 
 
 # --- the operations of two arguments -----------------------------------------------------------

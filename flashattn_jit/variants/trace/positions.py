@@ -3,19 +3,20 @@
 In torch the indices of a mod are int64. Kernels compute with them in 32 bits where the result fits
 for all positions up to `MOST`, and in 64 bits from the first operation on whose result may not:
 ``(q_idx * 70_000 + kv_idx) % 7``. A value that a hook converts with `.int()` itself, or reads from
-an int32 tensor, wraps as it does in torch.
+an int32 tensor, wraps as it does in torch; with a position the result is int64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 MOST = 2**26
-"""Formulas of positions below it are exact. Other unknown integers are taken for this too."""
+"""Formulas of positions below it are exact."""
 
 MOST_NUMBER = 2**30
-"""Captured numbers beyond it are int64 in formulas of positions, which are traced for them."""
+"""Captured numbers up to it may be int32 in formulas of positions; for others they are traced
+again."""
 
 _INT32_MAX = 2**31 - 1
 
@@ -32,6 +33,7 @@ class Bound(NamedTuple):
 
 
 UNKNOWN = Bound(MOST, MOST)
+ANY_INT32 = Bound(_INT32_MAX, _INT32_MAX)
 INDEX_BOUNDS = {
     "q_idx": UNKNOWN, "kv_idx": UNKNOWN, "b": Bound(2**20, 2**20), "h": Bound(2**16, 2**16),
     "kv_h": Bound(2**16, 2**16),
@@ -42,6 +44,12 @@ INDEX_BOUNDS = {
 def fits_int32(most: int) -> bool:
     """Whether integers up to this magnitude have 32 bits."""
     return most <= _INT32_MAX
+
+
+def largest(bounds: Iterable[Bound]) -> Bound:
+    """The bound of any of several integers."""
+    most, now, sources = zip(*bounds, strict=True)
+    return Bound(max(most), max(now), frozenset[Any]().union(*sources))
 
 
 def bound_of(
@@ -79,5 +87,7 @@ def _most_of(op: str, operands: list[int], values: Sequence[int | None]) -> int:
     if op == "not":
         return most + 1
     if op in ("and", "or", "xor"):
-        return (1 << most.bit_length()) - 1
-    return most  # neg, abs, sign, where, minimum, maximum, shr, divisions by unknown numbers
+        return 1 << most.bit_length()  # of negative numbers: -5 & -4 is -8
+    if op in ("neg", "abs") and most == _INT32_MAX:
+        return most + 1  # -2^31 has this magnitude too
+    return most  # sign, where, minimum, maximum, shr, divisions by unknown numbers

@@ -45,8 +45,8 @@ from flashattn_jit.variants.trace import (
 )
 from flashattn_jit.variants.trace.errors import Where
 from flashattn_jit.variants.trace.node_emitter import Emitter
-from flashattn_jit.variants.trace.operations import cast
-from flashattn_jit.variants.trace.positions import INDEX_BOUNDS
+from flashattn_jit.variants.trace.operations import cast, stored
+from flashattn_jit.variants.trace.positions import INDEX_BOUNDS, UNKNOWN
 from flashattn_jit.variants.trace.values import (
     ACTIVE,
     HANDLERS,
@@ -123,6 +123,7 @@ class Tracer:
         ]
         self.number_names = list(number_names)
         self.pins: dict[Source, None] = {}
+        self._of_bounds: set[Source] = set()
         self.emitter = Emitter(())
         self.max_elements = SMALL_VECTOR
         self.of_row = False
@@ -276,6 +277,17 @@ class Tracer:
         """Add the values of `sources` to the structural key."""
         for source in sorted(sources, key=repr):
             self.pins.setdefault(source)
+            self._of_bounds.discard(source)
+
+    def structural_pins(self) -> list[Source]:
+        """The values that the graphs depend on, of those that were specialised on."""
+        return [pin for pin in self.pins if pin not in self._of_bounds]
+
+    def specialise_bound(self, sources: Iterable[Source]) -> None:
+        """`specialise` for the bound of an integer, which is no part of the graph."""
+        new = [s for s in sources if s not in self.pins]
+        self.specialise(new)
+        self._of_bounds.update(new)
 
     def broadcast_shape(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The common shape of operands."""
@@ -296,7 +308,8 @@ class Tracer:
         """The node of a built-in such as `fa.q_len`."""
         nodes = [cast(self.as_value(a), "int32").node for a in args]
         dtype = ir.BUILTINS[name]
-        return Value(self.emitter.emit(name, nodes, dtype), dtype)
+        bound = UNKNOWN if dtype == "int32" else None  # a length, as positions
+        return Value(self.emitter.emit(name, nodes, dtype), dtype, bound=bound)
 
     # --- calls -------------------------------------------------------------------------------
 
@@ -334,8 +347,8 @@ class Tracer:
         target = args[0]
         if type(target) is not Value:
             self.refuse_mutation(name)
-        updated = cast(self.expand(self.as_value(result), target.shape), target.name)
-        target.node = updated.node
+        updated = stored(target, self.expand(self.as_value(result), target.shape))
+        target.node, target.name, target.bound = updated.node, updated.name, updated.bound
         return target
 
     def run_host(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -473,7 +486,7 @@ def _mask_params(
 ) -> frozenset[str]:
     """The declared params that the mask, or the structure, depends on."""
     tensors, numbers = set[int](), set[int]()
-    sources: set[Source] = {pin for pin in tracer.pins if pin[0] == "number"}
+    sources: set[Source] = {pin for pin in tracer.structural_pins() if pin[0] == "number"}
     scalars = list(tracer.scalar_slots.values())
     mask = graphs.get("mask_mod")
     for node in () if mask is None else mask.nodes:

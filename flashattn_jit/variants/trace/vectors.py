@@ -25,12 +25,14 @@ from flashattn_jit.variants.trace.operations import (
     cast,
     common_dtype,
     emit,
+    magnitude,
     node_shape,
     op,
+    stored,
     to_dtype,
     val,
 )
-from flashattn_jit.variants.trace.positions import UNKNOWN
+from flashattn_jit.variants.trace.positions import largest
 from flashattn_jit.variants.trace.values import Captured, Shape, Value, tracer
 
 Numbers = npt.NDArray[np.int64]
@@ -242,7 +244,8 @@ def _join(tensors: Any, arrange: Any) -> Value:
     for v in values:
         arrays.append(element_numbers(v) + offset)
         offset += math.prod(v.shape)
-    bound = UNKNOWN if any(v.bound is not None for v in values) else None
+    of_positions = any(v.bound is not None for v in values)
+    bound = largest(magnitude(v) for v in values) if of_positions else None
     flat = Value(concatenate([v.node for v in values], dtype), dtype, (offset,), bound=bound)
     return take(flat, arrange(arrays))
 
@@ -278,12 +281,14 @@ def _setitem(input: Any, index: Any, value: Any) -> None:
     v = full(val(input))
     numbers = element_numbers(v)
     places = numbers[_static_index(index)]
-    new = full(expand(cast(val(value), v.name), np.shape(places)))
+    new = full(expand(stored(v, val(value)), np.shape(places)))
+    v = cast(v, new.name)
+    bound = None if v.bound is None else largest((v.bound, magnitude(new)))
     count = math.prod(v.shape)
     both = concatenate([v.node, new.node], v.name)
-    flat = Value(both, v.name, (count + places.size,), bound=None if v.bound is None else UNKNOWN)
+    flat = Value(both, v.name, (count + places.size,), bound=bound)
     numbers[_static_index(index)] = count + np.arange(places.size).reshape(np.shape(places))
-    input.node = take(flat, numbers).node
+    input.node, input.name, input.bound = take(flat, numbers).node, v.name, bound
 
 
 # --- reductions: sums, extrema, norms, dot products ----------------------------------------------

@@ -277,6 +277,15 @@ class Biased(fa.Variant):
         return q_idx - kv_idx < self.width[b]
 
 
+class Steep(fa.Variant):
+    """A number that only a score multiplies with positions."""
+
+    n: int = fa.scalar(5)
+
+    def score_mod(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score - (q_idx - kv_idx).abs() * self.n
+
+
 WIDTH, SLOPES = torch.tensor([4, 5, 6, 7]), torch.ones(4)
 
 
@@ -304,6 +313,15 @@ def test_params_of_the_mask_belong_to_plan_and_others_to_run() -> None:
     with pytest.raises(ParamError, match=r"param 'slopes' expects \[num_q_heads\]"):
         made.run(*pages_, slopes=SLOPES[:2])
     assert torch.equal(made.run(*pages_, slopes=SLOPES), expected)
+
+
+def test_numbers_of_scores_belong_to_run() -> None:
+    made, pages_ = batch(Steep()), pages()
+    made.plan(Q_INDPTR, PAGED)
+    for n in (5, 6, 70_000, 2**40, 5):
+        other = batch(fa.variant(score_mod=lambda s, b, h, i, j: s - (i - j).abs() * n))  # noqa: B023
+        other.plan(Q_INDPTR, PAGED)
+        assert torch.equal(made.run(*pages_, n=n), other.run(*pages_))
 
 
 def test_a_param_that_is_compiled_in_belongs_to_plan() -> None:

@@ -257,6 +257,30 @@ def test_values_and_dtypes_are_torch_s(name):
 
 LENGTH, TILE = 70_000, 8
 
+
+def updated(first, *rest):
+    """The first value after in-place operations of another number each."""
+
+    def hook(s, b, h, q, k):
+        x = first(q, k)
+        for operation, number in rest:
+            getattr(x, operation)(number(q, k) if callable(number) else number)
+        return x * 1000
+
+    return hook
+
+
+def assigned(value):
+    """A row of positions with an item assigned."""
+
+    def hook(s, b, h, q, k):
+        x = torch.stack([q & 7, k & 7]) & 7
+        x[0] = value(q, k)
+        return x[0] * 2**20 - x[1]
+
+    return hook
+
+
 POSITIONS = {
     "sum": lambda s, b, h, q, k: (q + 2_000_000_000) * 2,
     "pair": lambda s, b, h, q, k: ((q + LENGTH - 1) * LENGTH + k) % 7,
@@ -274,6 +298,25 @@ POSITIONS = {
     "of_request_and_head": lambda s, b, h, q, k: (b * 60_000 + 1) * (h + 60_000) % 1013,
     "stacked": lambda s, b, h, q, k: (torch.stack([q, k]) + 60_000).prod() % 1013,
     "tensor_of_int32": lambda s, b, h, q, k: (INT32[k] * q) % 1013,
+    "sum_with_int32": lambda s, b, h, q, k: (q + INT32[k]) * 2 % 1013,
+    "limit_of_int32": lambda s, b, h, q, k: k <= q + INT32[k],
+    "minus_int32": lambda s, b, h, q, k: -torch.minimum(q, INT32[k]),
+    "clamped": lambda s, b, h, q, k: (q - k).clamp(max=2**40) + (q - k).clip(-(2**35), 2**31),
+    "filled": lambda s, b, h, q, k: torch.minimum(q, k.masked_fill(q < k, 2**63 - 1)),
+    "fourth_power": lambda s, b, h, q, k: torch.where(q > k, (q + 3000) ** 4, k) // (k + 1),
+    "fifth_power": lambda s, b, h, q, k: (q + 3000) ** 5 % (k + 7),
+    "power_and_large_divisor": lambda s, b, h, q, k: -((q + 100) ** 8) % 2**40,
+    "full_of_sentinels": lambda s, b, h, q, k: torch.minimum(q, torch.full_like(q, 2**63 - 1)),
+    "ones_like": lambda s, b, h, q, k: torch.ones_like(q) * 70_000 * 70_000 - q,
+    "zeros_like": lambda s, b, h, q, k: torch.zeros_like(q) + 2**31 + k.new_full((), 2**33),
+    "joined": lambda s, b, h, q, k: torch.stack([q * 2**27, k * 2**27])[0] * 16 + q,
+    "joined_extremum": lambda s, b, h, q, k: torch.stack([q << 27, k << 27]).amax(0) * 16,
+    "updated": updated(lambda q, k: q.clone(), ("mul_", 100_000), ("mul_", 100_000)),
+    "updated_by_number": updated(lambda q, k: q.clone(), ("add_", 2**40)),
+    "updated_by_position": updated(lambda q, k: q % 8, ("add_", lambda q, k: k + 2**24)),
+    "assigned": assigned(lambda q, k: q * 1000),
+    "assigned_number": assigned(lambda q, k: 2**40),
+    "ands_of_negatives": lambda s, b, h, q, k: ((-q - 5) & (-k - 4)) * 2**28,
     "asked_for_int32": lambda s, b, h, q, k: (q.int() + 2_000_000_000) * 2,
     "asked_for_int32_twice": lambda s, b, h, q, k: ((q + 3).to(torch.int32) * 1_000_003) * 1_003,
     "int32_alone": lambda s, b, h, q, k: INT32[k] * INT32[k] * INT32[q],
@@ -285,6 +328,13 @@ INT32 = torch.tensor([3, -70_000, 65_536, 2**30, 7, -(2**31), 2**31 - 1], dtype=
 @pytest.mark.parametrize("name", POSITIONS)
 def test_integers_of_positions_are_those_of_int64(name):
     compare(POSITIONS[name])
+
+
+def test_numbers_between_the_bounds_of_positions_and_of_int32():
+    numbers = [5]
+    f = lambda s, b, h, q, k: ((q + numbers[0]) * 8 - k) % 1013  # noqa: E731
+    for numbers[0] in (5, 2**29, 2**30, 2**31, 7, 2**29 + 1):
+        compare(f)
 
 
 def test_positions_are_computed_in_32_bits_where_the_result_fits():

@@ -486,22 +486,23 @@ class FewRowKernel {
     for (int r = 0; r < count; ++r) {
       stream.next(1);
       if constexpr (!Hooks::kPointwise) normalize_row(head, r, vectors, top[r]);
-      put_weights(r, vectors, value_numbers);
+      if constexpr (!kCodeValues) put_weights(s_ + r * kTileKv, vectors, value_numbers);
     }
+    if constexpr (kCodeValues)
+      with_rows<kTileRows>(count, [&](auto rows, int groups) {
+        for (int i = 0; i < groups * rows.count; i += rows.count)
+          put_code_weights<ValueNumbers, rows.count, kTileRows, kTileKv>(
+              value_products_, s_ + i * kTileKv, vectors, value_numbers, weights_ + i,
+              zero_sums_ + i);
+      });
   }
 
   // A row of weights as the second product reads them: times the scales of values.
-  FAJIT_INLINE void put_weights(int r, int vectors, [[maybe_unused]] const float* numbers) {
-    float* const row = s_ + r * kTileKv;
-    if constexpr (!kCodeValues) {
-      if constexpr (kScaleWeights)
-        for (int n = 0; n < vectors * kLanes; n += kLanes)
-          store(row + n, load(row + n) * load(numbers + n));
-      pack_row_weights<Matrix, Value, kDimV>(row, vectors * kLanes);
-    } else {
-      put_code_weights<ValueNumbers, kTileRows, kTileKv>(value_products_, row, vectors, numbers,
-                                                         weights_ + r, zero_sums_ + r);
-    }
+  FAJIT_INLINE void put_weights(float* row, int vectors, [[maybe_unused]] const float* numbers) {
+    if constexpr (kScaleWeights)
+      for (int n = 0; n < vectors * kLanes; n += kLanes)
+        store(row + n, load(row + n) * load(numbers + n));
+    pack_row_weights<Matrix, Value, kDimV>(row, vectors * kLanes);
   }
 
   // One row's scores of a tile become weights e^(s - base), where the base is the row's maximum:

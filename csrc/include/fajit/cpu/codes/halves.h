@@ -124,12 +124,12 @@ FAJIT_INLINE v32 add_halves(v32 a, v32 b) {
 }
 
 // 2^exponent, or the smallest or largest such float whose reciprocal is one too.
-FAJIT_INLINE float power_of_two(int exponent) {
-  const int biased = exponent + 127;
-  return as_float((biased < 1 ? 1 : biased > 253 ? 253 : biased) << 23);
+FAJIT_INLINE vf power_of_two(vi exponent) {
+  const vi biased = exponent + 127;
+  return as_float((biased < 1 ? splat(1) : biased > 253 ? splat(253) : biased) << 23);
 }
-// The least exponent with |x| < 2^exponent; of 0 a small one.
-FAJIT_INLINE int exponent_above(float x) { return (as_int(x) >> 23 & 255) - 126; }
+// The least exponent with |x| < 2^exponent, of magnitudes; of 0 a small one.
+FAJIT_INLINE vi exponent_above(vi magnitudes) { return (magnitudes >> 23) - 126; }
 
 // Products of halves, for code_products.h.
 template <class Code>
@@ -147,27 +147,37 @@ class HalfProducts {
     HalfProducts products;
     if constexpr (kLooked) {
       const Table table = Table::of<Numbers>(c);
-      const int exponent = exponent_above(table.largest()) - kCodeBits;
-      products.unit_ = power_of_two(exponent);
-      products.table_ = table.halves(power_of_two(-exponent));
+      const vi exponent = exponent_above(as_int(splat(table.largest()))) - kCodeBits;
+      products.unit_ = power_of_two(exponent)[0];
+      products.table_ = table.halves(power_of_two(-exponent)[0]);
     }
     return products;
   }
 
   FAJIT_INLINE float unit() const { return unit_; }
-  // A row of Q as halves, in groups of four: 0, 2, 1, 3.
+  // A row of Q as halves, in groups of four: 0, 2, 1, 3. x may be the same memory, of which halves
+  // take no more than half: none is overwritten before it is read.
   template <int N>
   FAJIT_INLINE CodeRow query(const float* x, int8_t* halves, int32_t*) const {
     constexpr vh order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
-    return row<N>(x, N, halves, order);
+    vi largest{};
+    for (int d = 0; d < N; d += kLanes)
+      largest = larger_bits(largest, magnitude_bits(fajit::load(x + d)));
+    const RowScales scales = scales_of<N>(splat(reduce_max(largest)));
+    for (int d = 0; d < N; d += kLanes)
+      store(halves + 2 * d,
+            __builtin_shuffle(float_to_half(fajit::load(x + d) * scales.factor), order));
+    return {scales.unit[0], 0};
   }
-  // A row of weights, in order.
+  // Rows of N weights, in order, and kLanes of them, from n on.
   template <int N>
-  FAJIT_INLINE CodeRow weights(const float* x, int n, int8_t* halves) const {
-    constexpr vh order = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    CodeRow weights = row<N>(x, n, halves, order);
-    weights.unit *= unit_;
-    return weights;
+  FAJIT_INLINE RowScales weights(vi largest) const {
+    RowScales scales = scales_of<N>(largest);
+    scales.unit *= unit_;
+    return scales;
+  }
+  FAJIT_INLINE void put(vf x, vf factor, int8_t* row, int n, vi&) const {
+    store(row + 2 * n, float_to_half(x * factor));
   }
   template <int Dim>
   static constexpr int at(int d, int side) {
@@ -232,22 +242,12 @@ class HalfProducts {
  private:
   static constexpr int ceil_log2(int n) { return n > 1 ? 1 + ceil_log2((n + 1) / 2) : 0; }
 
-  // x[0, n) as halves, n a multiple of kLanes.
+  // Of rows of N: sums of as many products are halves. An infinite value or NaN makes the unit NaN.
   template <int N>
-  static FAJIT_INLINE CodeRow row(const float* x, int n, int8_t* halves, vh order) {
-    vf largest{}, finite{};
-    for (int d = 0; d < n; d += kLanes) {
-      largest = max(largest, abs(fajit::load(x + d)));
-      finite += fajit::load(x + d) * 0.0f;
-    }
+  static FAJIT_INLINE RowScales scales_of(vi largest) {
     constexpr int room = 15 - kCodeBits - ceil_log2(N);
-    const int exponent = exponent_above(reduce_max(largest)) - room;
-    const vf factor = splat(power_of_two(-exponent));
-    // Halves take no more than half of the memory, which may be the same: none is overwritten
-    // before it is read.
-    for (int d = 0; d < n; d += kLanes)
-      store(halves + 2 * d, __builtin_shuffle(float_to_half(fajit::load(x + d) * factor), order));
-    return {power_of_two(exponent) + reduce_add(finite), 0};
+    const vi exponent = exponent_above(largest) - room;
+    return {power_of_two(-exponent), power_of_two(exponent) + as_float(largest) * 0.0f};
   }
 
   float unit_ = 256.0f;  // of halves of codes: an e4m3 is a half of 1/256 of its value

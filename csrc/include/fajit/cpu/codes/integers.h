@@ -34,71 +34,64 @@ constexpr bool takes_integers() {
 template <class Code>
 constexpr int kCodeZero = same<Code, int8_t> ? 128 : 8;
 
-// The low byte of each word.
-FAJIT_INLINE vs low_bytes(vi x) {
-#if FAJIT_AVX == 256 && !defined(__clang__)
-  typedef int8_t quarters __attribute__((vector_size(32)));
-  const quarters order = {0, 4, 8, 12, 16, 20, 24, 28};  // then byte 0: not used
-  const quarters bytes = __builtin_shuffle((quarters)x, order);
-  vs r;
-  __builtin_memcpy(&r, &bytes, sizeof r);
-  return r;
-#else
-  return __builtin_convertvector(x, vs);
-#endif
-}
-
-// x[0, n) as integers, n a multiple of kLanes, N at most: high bytes to `bytes`, low ones to
-// `bytes + N`. x may be the same memory. With NaN or an infinite value the unit is NaN.
-// sums: of each kLeastGroup integers, or nullptr.
-template <int N>
-FAJIT_INLINE CodeRow integer_row(const float* x, int n, int8_t* bytes, int32_t* sums = nullptr) {
-  vf largest{}, finite{};
-  for (int d = 0; d < n; d += kLanes) {
-    largest = max(largest, abs(load(x + d)));
-    finite += load(x + d) * 0.0f;
-  }
-  constexpr float most = 32639;  // 127 * 256 + 127
-  const float exact = reduce_max(largest) / most;
-  const float unit = exact < 0x1p-126f ? 0.0f : exact;  // its reciprocal is finite
-  const float inverse = unit > 0 ? 1.0f / unit : 0.0f;
-  alignas(64) int8_t low[N];  // x may lie where they go
-  vi sum{};
-  for (int d = 0; d < n; d += kLanes) {
-    const vf whole = splat(0x1.8p23f);  // its ulp is 1: rounds to nearest even
-    const vi q = (vi)(load(x + d) * inverse + whole) - (vi)whole;
-    const vi rest = (q << 24) >> 24;
-    sum += q;
-    store(bytes + d, low_bytes((q - rest) >> 8));
-    store(low + d, low_bytes(rest));
-  }
-  if (sums != nullptr)
-    for (int d = 0; d < n; d += kLeastGroup) {
-      vi total{};
-      for (int i = d; i < d + kLeastGroup; i += kLanes)
-        total += (__builtin_convertvector(load<vs>(bytes + i), vi) << 8) +
-                 __builtin_convertvector(load<vs>(low + i), vi);
-      sums[d / kLeastGroup] = static_cast<int32_t>(reduce_add(to_float(total)));
-    }
-  for (int d = 0; d < n; d += kLanes) store(bytes + N + d, load<vs>(low + d));
-  // The sum is exact as a float: N is at most 512.
-  return {unit + reduce_add(finite), static_cast<int32_t>(reduce_add(to_float(sum)))};
-}
-
 typedef int8_t vq __attribute__((vector_size(4 * FAJIT_LANES)));
 
-// The lower, or the upper, halves of each 128 bits of a and b, interleaved.
-#define FAJIT_UNPACK(name, code)                        \
+// The lower, or the upper, halves of each 128 bits of a and b, interleaved; bytes of each 128 bits
+// in another order.
+#define FAJIT_BYTES(name, code)                         \
   FAJIT_INLINE vq name(vq a, vq b) {                    \
     vq r;                                               \
     asm(code " %2, %1, %0" : "=v"(r) : "v"(a), "v"(b)); \
     return r;                                           \
   }
-FAJIT_UNPACK(unpack_low_bytes, "vpunpcklbw")
-FAJIT_UNPACK(unpack_high_bytes, "vpunpckhbw")
-FAJIT_UNPACK(unpack_low_words, "vpunpcklwd")
-FAJIT_UNPACK(unpack_high_words, "vpunpckhwd")
-#undef FAJIT_UNPACK
+FAJIT_BYTES(unpack_low_bytes, "vpunpcklbw")
+FAJIT_BYTES(unpack_high_bytes, "vpunpckhbw")
+FAJIT_BYTES(unpack_low_words, "vpunpcklwd")
+FAJIT_BYTES(unpack_high_words, "vpunpckhwd")
+FAJIT_BYTES(ordered_bytes, "vpshufb")
+#undef FAJIT_BYTES
+
+// Integers of up to 32,639, as which rows are multiplied. An infinite value or NaN makes the unit
+// NaN.
+FAJIT_INLINE RowScales integer_scales(vi largest) {
+  constexpr float most = 32639;  // 127 * 256 + 127
+  const vf exact = as_float(largest) * (1 / most);
+  const vf unit = exact < 0x1p-126f ? vf{} : exact;  // its reciprocal is finite
+  const vf inverse = unit > 0.0f ? 1.0f / unit : vf{};
+  return {inverse, unit + as_float(largest) * 0.0f};
+}
+FAJIT_INLINE vi to_integers(vf x, vf factor) {
+  const vf whole = splat(0x1.8p23f);  // its ulp is 1: rounds to nearest even
+  return (vi)(x * factor + whole) - (vi)whole;
+}
+// The integers as bytes, in groups of four: high ones, then low ones.
+FAJIT_INLINE void store_bytes(int8_t* to, vi integers) {
+  const vi bytes = (integers + 128) ^ 128;  // a low byte has a sign
+  const vi order = (iota() & 1) != 0 ? splat(0x0c080400) : splat(0x0d090501);
+  const vi grouped = (vi)ordered_bytes((vq)bytes, (vq)order);
+  const vi packed = shuffle2(grouped, grouped, (iota() >> 1) * 4 + (iota() & 1));
+  __builtin_memcpy(to, &packed, 2 * kLanes);
+}
+
+// x[0, N) as integers. x may be the same memory. sums: of each kLeastGroup integers, or nullptr.
+template <int N>
+FAJIT_INLINE CodeRow integer_row(const float* x, int8_t* bytes, int32_t* sums) {
+  vi largest{};
+  for (int d = 0; d < N; d += kLanes) largest = larger_bits(largest, magnitude_bits(load(x + d)));
+  const RowScales scales = integer_scales(splat(reduce_max(largest)));
+  vi sum{}, of_group{};
+  for (int d = 0; d < N; d += kLanes) {
+    const vi q = to_integers(load(x + d), scales.factor);
+    store_bytes(bytes + 2 * d, q);
+    sum += q, of_group += q;
+    if (sums != nullptr && (d + kLanes) % kLeastGroup == 0) {
+      sums[d / kLeastGroup] = static_cast<int32_t>(reduce_add(to_float(of_group)));
+      of_group = vi{};
+    }
+  }
+  // The sum is exact as a float: N is at most 512.
+  return {scales.unit[0], static_cast<int32_t>(reduce_add(to_float(sum)))};
+}
 
 // A sum of products of four unsigned bytes of each word with four signed ones, the same in all
 // lanes, which are at base + offset. `settled` adds it to a total, after kProducts of them at most.
@@ -156,19 +149,25 @@ class IntegerProducts {
   }
 
   static constexpr float unit() { return 1.0f; }
-  // A row of Q, or of weights, as integers.
+  // A row of Q as integers.
   template <int N>
   FAJIT_INLINE CodeRow query(const float* x, int8_t* bytes, int32_t* sums) const {
-    return integer_row<N>(x, N, bytes, sums);
+    return integer_row<N>(x, bytes, sums);
   }
+  // Rows of N weights, and kLanes of them, from n on; `sum` is of the integers.
   template <int N>
-  FAJIT_INLINE CodeRow weights(const float* x, int n, int8_t* bytes) const {
-    return integer_row<N>(x, n, bytes);
+  FAJIT_INLINE RowScales weights(vi largest) const {
+    return integer_scales(largest);
   }
-  // Where the bytes of a row of Q are that four codes, of dims from d on, are multiplied with.
+  FAJIT_INLINE void put(vf x, vf factor, int8_t* row, int n, vi& sum) const {
+    const vi q = to_integers(x, factor);
+    store_bytes(row + 2 * n, q);
+    sum += q;
+  }
+  // Where the bytes of a row are that four codes, of dims from d on, are multiplied with.
   template <int Dim>
   static constexpr int at(int d, int side) {
-    return d + side * Dim;
+    return 2 * d + 4 * side;
   }
 
   // One code of each byte, unsigned: of its low or of its high bits.
@@ -256,9 +255,9 @@ constexpr int kPassVectors = !FAJIT_VNNI ? 4 / NR
                                          : 2;
 
 // o[row][0, Dim) += sum over `count` keys of p[row] v for groups of NR rows. `p`: bytes of weights,
-// times the scales of a group of channels; those of a row N high and N low ones, zero from `count`
-// on, those of a row 4 N bytes after the one before, those of a group of channels Rows rows. zeros:
-// for each of these rows the sum of weights times zero points. `fetch()` issues the prefetches of
+// times the scales of a group of channels, zero from `count` on; those of a row 4 N bytes after the
+// one before, those of a group of channels Rows rows. zeros: for each of these rows the sum of
+// weights times zero points. `fetch()` issues the prefetches of
 // four keys, in kValuePasses parts. A single pass decodes codes as it multiplies them; several read
 // them decoded, from L1.
 template <class Numbers, int Dim, int NR, int Rows, int N, class ValueRows, class Fetch>
@@ -295,8 +294,8 @@ FAJIT_INLINE void integer_values(ValueRows v, int count, const int8_t* p, const 
 #pragma GCC unroll 4
           for (int r = 0; r < NR; ++r)
             each_index<2>([&](auto side) __attribute__((always_inline)) {
-              acc[r].template add<side.value>(j, {x[j], x[j]}, of_vector[j / same * same] + n,
-                                              r * stride + side.value * N);
+              acc[r].template add<side.value>(j, {x[j], x[j]}, of_vector[j / same * same] + 2 * n,
+                                              r * stride + 4 * side.value);
             });
         if (!FAJIT_VNNI && n % (4 * kProducts) == 4 * (kProducts - 1))
 #pragma GCC unroll 4

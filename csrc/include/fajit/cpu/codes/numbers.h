@@ -41,6 +41,12 @@ struct CodeRow {
   int32_t sum;
 };
 constexpr int kLeastGroup = 32;  // channels of a group whose products are added
+// What rows with the largest magnitudes `largest`, one a lane, are multiplied with, and the units
+// of the numbers that they become.
+struct RowScales { vf factor, unit; };
+// The bits of a magnitude, which as integers are in the order of the floats; NaN is the largest.
+FAJIT_INLINE vi magnitude_bits(vf x) { return as_int(x) & 0x7fffffff; }
+FAJIT_INLINE vi larger_bits(vi a, vi b) { return a > b ? a : b; }
 
 constexpr int kVectorBytes = 4 * kLanes;
 // How rows of Dim codes lie in vectors.

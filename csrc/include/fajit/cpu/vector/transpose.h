@@ -65,4 +65,28 @@ FAJIT_INLINE Vector reduce_columns(Vector (&r)[kLanes], Join join) {
   return r[0];
 }
 
+// The same of Count vectors, a power of two: `join` over the lanes of r[i] in lane `lane_of(i)`.
+FAJIT_INLINE constexpr int lane_of(int i) {
+  int lane = 0;
+  for (int half = kLanes / 2; half > 0; half /= 2, i /= 2) lane += i % 2 * half;
+  return lane;
+}
+template <int Count, class Vector, class Join>
+FAJIT_INLINE Vector reduce_few(Vector (&r)[Count], Join join) {
+  static_assert(Count <= kLanes && (Count & (Count - 1)) == 0);
+  int left = Count;
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    const Halves halves(half);
+    const int other = left > 1;
+    left = left > 1 ? left / 2 : 1;
+#pragma GCC unroll 8
+    for (int i = 0; i < left; ++i) {
+      const vi a = (vi)r[i << other], b = (vi)r[(i << other) + other];
+      r[i] = join((Vector)shuffle2(a, b, halves.even), (Vector)shuffle2(a, b, halves.odd));
+    }
+  }
+  return r[0];
+}
+
 }  // namespace fajit
