@@ -67,10 +67,16 @@ class AtKeys(NamedTuple):
         """(out, lse) of the rows that the rank holds; lse is None unless requested."""
         own_q = q.new_empty((self.queries.moves.num_rows, *q.shape[1:]))
         begin_moves(ranks, [(q, own_q, self.queries)]).wait()
-        batch = self.batch
-        states: Any = ranks.computed(
-            lambda: batch and batch.run(own_q, k, v, scale=scale, partial=True, **params)
-        )
+
+        def computed() -> Any:
+            # Merging cannot fail then, after the last agreement.
+            if self.finish is not None:
+                self.finish.prepare(params)
+            if self.batch is None:
+                return None
+            return self.batch.run(own_q, k, v, scale=scale, partial=True, **params)
+
+        states = ranks.computed(computed)
         if states is None:
             shape = (0, q.shape[1], v.shape[2])
             states = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape[:2]).float()

@@ -419,3 +419,64 @@ def named_dims(mesh: DeviceMesh) -> None:
         shards = (x.chunk(mesh.size())[mesh.get_local_rank()] for x in (batch.q, batch.k, batch.v))
         got = parallel.run(*shards, **params)
         torch.testing.assert_close(got, want.chunk(mesh.size())[mesh.get_local_rank()])
+
+
+class KeyTable(fa.Variant):
+    """Adds a table of keys that runs give, in any dtype."""
+
+    table: torch.Tensor = fa.tensor("entries")
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        """Reads the table."""
+        return score + self.table[kv_idx]
+
+
+def _changing() -> list[tuple[Any, list[Any], dict[str, list[torch.Tensor]]]]:
+    """Variants, the values that a captured cell takes one after another, and params of the runs."""
+    table = torch.randn(70, generator=torch.Generator().manual_seed(4))
+    kinds = [table, table.bfloat16(), table.double(), table[:1].expand(70)]
+    captured: list[Any] = [table]
+    number: list[Any] = [0.5]
+    sums = fa.variant(output_mod=lambda row, lse, b, h, q_idx: row + number[0] * captured[0][q_idx])
+    return [
+        (KeyTable(), captured, {"table": kinds}),
+        (fa.variant(score_mod=lambda s, b, h, q, k: s + captured[0][k]), captured, {"": kinds}),
+        (sums, number, {"": [0.5, 2, True]}),  # type: ignore[dict-item]
+    ]
+
+
+def kinds(mesh: DeviceMesh, way: str) -> None:
+    """Runs whose params and captured values change in dtype or strides after the plan.
+
+    way: of `ContextParallel`, or what a mesh of `BatchAttention` divides.
+    """
+    batch = Batch((1, 2), (40, 70), (4, 2), 64)
+    paged, *whole = in_pages(batch, SIZE)
+    own, cache = own_cache(mesh, paged, whole, torch.zeros(2, dtype=int))
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    options = batch.options()
+    for variant, cell, values in _changing():
+        first = cell[0]
+        one = fa.BatchAttention(variant, **options)
+        one.plan(batch.q_indptr, paged)
+        if way.startswith("pages"):
+            many = fa.BatchAttention(variant, **options, mesh=mesh, divided=way)
+            many.plan(batch.q_indptr, own)
+            q = heads_of(mesh, batch.q) if way == "pages_heads" else batch.q
+            given = (q, *cache)
+        else:
+            made = {name: value for name, value in options.items() if name != "device"}
+            many = fa.ContextParallel(variant, mesh, way=way, **made)
+            many.plan(batch.q_indptr, batch.storage.kv_indptr)
+            given = tuple(x.chunk(ranks)[rank] for x in (batch.q, batch.k, batch.v))
+        for name, kind in [(n, x) for n, several in values.items() for x in several]:
+            cell[0] = first if name else kind
+            params = {name: kind} if name else {}
+            want = one.run(batch.q, *whole, **params)
+            if way == "pages_heads":
+                want = heads_of(mesh, want)
+            elif way != "pages":
+                want = want.chunk(ranks)[rank]
+            got = many.run(*given, **params)
+            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+        cell[0] = first

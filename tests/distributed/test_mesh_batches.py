@@ -90,6 +90,11 @@ def test_hooks_in_text_see_heads_and_requests() -> None:
     on_ranks(2, PROGRAMS + "text")
 
 
+@pytest.mark.parametrize("way", ["pages", "pages_heads", "ring", "states"])
+def test_params_change_in_kind_after_the_plan(way) -> None:
+    on_ranks(1 if way == "pages" else 2, PROGRAMS + "kinds", way=way)
+
+
 def test_dims_of_params_have_any_name() -> None:
     on_ranks(2, PROGRAMS + "named_dims")
 

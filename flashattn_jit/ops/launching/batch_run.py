@@ -190,6 +190,18 @@ class Planned:
             batch, own = self.batch, level_params(params, None)
             bind_outside_modes(self.variant, batch.dims, {**self.params, **own})
 
+    def variation_of(self, bound: Bound, params: Params) -> Variation:
+        """A variation that merges states for a bound variant, planned now if there is none.
+
+        Of any alignment: a kernel of another one merges as well, into memory that is aligned.
+        """
+        for unaligned in (False, True):
+            variation = self.variations.get((bound.structure, unaligned))
+            if variation is not None:
+                return variation
+        refuse_mask_params(self.variant, params, bound.mask_params)
+        return self._vary(bound, self.observed.unaligned, params)
+
     def _vary(self, bound: Bound, unaligned: bool, params: Params) -> Variation:
         """Another variation of the batch, planned now."""
         refuse_capture(

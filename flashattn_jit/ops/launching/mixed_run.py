@@ -102,6 +102,15 @@ class MixedPlanned:
             found.append(only_pair([pairs[i] for i in levels], levels, kind))
         return found
 
+    def prepare(self, params: Params) -> None:
+        """Plan the finish of a run with these params, where it needs other kernels than planned.
+
+        Raises what binding and planning raise.
+        """
+        last = self.parts[-1]
+        bound = bind(self.variant, last.batch.dims, {**last.params, **params})
+        self._finish_of(last.variation_of(bound, params))
+
     def _finish_of(self, variation: Variation) -> Variation:
         """The plan of the finish, made of a variation of the last part; merges and nothing else."""
         found = self._finishes.get(id(variation))
@@ -170,9 +179,7 @@ class MixedPlanned:
         batch = last.batch
         bound = bind(self.variant, batch.dims, {**last.params, **params})
         form = last.form(q, k, v, True)
-        # A kernel of other alignment merges as well, into memory that is aligned.
-        variation = next(x for (s, _), x in last.variations.items() if s is bound.structure)
-        made = self._finish_of(variation)
+        made = self._finish_of(last.variation_of(bound, params))
         tensors, scalars = made.values(bound)
         inputs = [q, *(t for pair in pairs for t in pair), *tensors]
         check_results(out, lse, form, partial, inputs)
