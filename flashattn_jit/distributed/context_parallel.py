@@ -15,6 +15,7 @@ from ..ops.arguments.calls import Offset, host_array
 from ..ops.planning.batch_params import bind_plan
 from ..torch_modes import need_values, on_host
 from ..variants.binding import Bound
+from ..variants.params import declared_params, refuse_unknown
 from ..variants.placed import HeadPlaces, placed, placed_heads, reads_head, reads_request
 from ..variants.variant import Variant
 from .costs import (
@@ -354,6 +355,7 @@ class ContextParallel:
         def work() -> tuple[tuple[_Planned, Any, Any, Any], bytes]:
             parts: tuple[Any, Any, Any] = self._local(q, k, v) if sharded else (q, k, v)
             planned = self._ready(*parts, return_lse)
+            refuse_unknown(declared_params(self.variant), params, self.variant.name)
             number = checks.check_scale(scale, self._batch.options.head_dim)
             return (planned, *parts), run_digest(return_lse, number)
 
@@ -445,6 +447,11 @@ def read_requests(
 def _shards(name: str, given: Sequence[int] | None, tokens: int, num_ranks: int) -> Ints:
     if given is None:
         return even_shards(tokens, num_ranks)
+    if not isinstance(given, Sequence | np.ndarray) or not np.ndim(given):
+        hint = "; pass its tolist()" if hasattr(given, "tolist") else ""
+        raise InputError(
+            f"{name} must be a sequence of {num_ranks + 1} ints, got {checks.shown(given)}{hint}"
+        )
     values = [checks.check_int(f"{name}[{i}]", x, 0) for i, x in enumerate(given)]
     if len(values) != num_ranks + 1 or values[0] != 0 or values[-1] != tokens:
         raise InputError(

@@ -407,7 +407,7 @@ def resolve(
             if value is MISSING:
                 value = param.make_default(dims)
             if value is MISSING:
-                _refuse_unknown(declared, given, what)  # a misspelt name may be what is missing
+                refuse_unknown(declared, given, what)  # a misspelt name may be what is missing
                 raise ParamError(
                     f"{what} needs the param {name!r}"
                     + (f" [{param._dims_text()}]" if param.kind == "tensor" else "")
@@ -419,7 +419,7 @@ def resolve(
         limited = limited or param.limit is not None
         values.append(value)
     if used != len(given):
-        _refuse_unknown(declared, given, what)
+        refuse_unknown(declared, given, what)
     if limited:
         _check_limits(declared, values)
     return values
@@ -434,7 +434,8 @@ def _check_limits(declared: Sequence[Declared], values: Sequence[Any]) -> None:
             param.limit.check(name, value, known[id(owner)].__getitem__)
 
 
-def _refuse_unknown(declared: Sequence[Declared], given: Mapping[str, object], what: str) -> None:
+def refuse_unknown(declared: Sequence[Declared], given: Mapping[str, object], what: str) -> None:
+    """Raises ParamError for a name that is no declared param."""
     known = [d.name for d in declared if not d.name.startswith(ENGINE_PREFIX)]
     for name in given:
         if name not in known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -137,6 +138,10 @@ def one_wrong(mesh: DeviceMesh) -> None:
     wrong(lambda: parallel.plan(tokens, q_shards=given(None, [0, 1])), fa.InputError, "q_shards")
     descending = [0, 9, *[8] * (mesh.size() - 2), TOKENS - 1]
     wrong(lambda: parallel.plan(tokens, kv_shards=given(None, descending)), fa.InputError, "kv_sh")
+    for bad in (3, torch.tensor([0, 1])):
+        shards = given(None, bad)
+        wrong(lambda x=shards: parallel.plan(tokens, q_shards=x), fa.InputError, "q_shards must be")
+        wrong(lambda x=shards: parallel.plan(tokens, kv_shards=x), fa.InputError, "kv_shards must")
     wrong(lambda: parallel.plan(tokens, **given({}, {"window": 3})), fa.ParamError, "window")
     assert torch.equal(parallel.run(q, k, v), before)
     for name, bad in (
@@ -156,6 +161,22 @@ def one_wrong(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(parallel.run(q, k, v), before)
     with torch.inference_mode():
         assert torch.equal(parallel.run(q, k, v), parallel.run(q, k, v))
+
+
+def options(mesh: DeviceMesh) -> None:
+    """Options of other calls are refused before rows move."""
+    for way in ("keys", "ring", "states", "heads"):
+        parallel = _made(mesh, way=way)
+        parallel.plan(torch.tensor([0, TOKENS]))
+        q, k, v = _own(mesh)
+        before = parallel.run(q, k, v)
+        parallel._ranks.begin = None  # type: ignore[assignment,method-assign]
+        for given in ({"out": torch.empty_like(q)}, {"lse": q[..., 0]}, {"partial": True}):
+            error = _error(partial(parallel.run, q, k, v, **given))
+            assert type(error) is fa.ParamError, error
+            assert f"{next(iter(given))} is an option of other calls" in str(error)
+        del parallel._ranks.begin
+        assert torch.equal(parallel.run(q, k, v), before)
 
 
 def copied(mesh: DeviceMesh) -> None:

@@ -42,6 +42,10 @@ def test_what_one_rank_does_wrong_is_an_error_of_all() -> None:
     on_ranks(2, FAILING + "one_wrong", timeout_s=60)
 
 
+def test_options_of_other_calls_are_refused() -> None:
+    on_ranks(2, FAILING + "options", timeout_s=60)
+
+
 def test_copies_are_refused() -> None:
     on_ranks(1, FAILING + "copied", timeout_s=60)
 
