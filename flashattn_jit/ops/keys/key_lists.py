@@ -172,7 +172,7 @@ def _read_indptr(indptr: object, rows: int, nnz: int, batch: Lengths, per_reques
             f"{rows + 1}], got {list(indptr.shape)}; request b has ceil(q_len / Br) block rows"
         )
     starts = np.atleast_2d(indptr.resolve_neg().numpy()).astype(np.int64)
-    wrong = np.diff(starts, axis=1) < 0
+    wrong = starts[:, 1:] < starts[:, :-1]  # differences of any int64 wrap around
     if wrong.any():
         head, row = (int(x) for x in np.argwhere(wrong)[0])
         raise InputError(
@@ -313,10 +313,11 @@ def _edges(side: str, sizes: object, length: int, name: str, batch: Lengths) -> 
             f"got {list(sizes.shape)}"
         )
     rows = np.atleast_2d(sizes.resolve_neg().numpy()).astype(np.int64)
-    if (rows < 0).any() or (rows.sum(1) != length).any():
+    # Sums of any int64 wrap around; those of the message are of Python's ints.
+    if (rows < 0).any() or (rows > length).any() or (rows.sum(1) != length).any():
         raise InputError(
-            f"block_size: B{side} must be sizes that add up to {name}={length} of request 0, they "
-            f"add up to {rows.sum(1).tolist()}"
+            f"block_size: B{side} must be sizes of at least 0 that add up to {name}={length} of "
+            f"request 0, they add up to {[sum(x) for x in rows.tolist()]}"
         )
     return np.concatenate([np.zeros((rows.shape[0], 1), np.int64), np.cumsum(rows, 1)], 1)
 

@@ -120,14 +120,16 @@ def flat_params(
                 f"{list(starts.shape)}"
             )
     num_bits = bits.numel() * (8 if is_packed else 1)
-    wrong = (starts[:-1] < 0) | (starts.diff() < counts) | (starts[:-1] + counts > num_bits)
+    # Ends are bounded first: sums and differences of any int64 wrap around.
+    begins, ends = starts[:-1], starts[1:].clamp(-1, num_bits)
+    wrong = (begins < 0) | (ends - begins < counts)
     if bool(wrong.any()):
         b = int(wrong.nonzero()[0, 0])
         raise InputError(
             f"request {b} has q_len={q_lens[b]} x kv_len={kv_lens[b]} bits, but Bits.bits has "
             f"{num_bits} bits, of which bits {int(starts[b])} to {int(starts[b + 1])} are its own"
         )
-    first = starts[:-1] - (q_len.cumsum(0) - q_len) * sizes
+    first = begins - (q_len.cumsum(0) - q_len) * sizes
     return {"sparsity_first": first.to(device), "sparsity_bits": _as_words(bits)}
 
 

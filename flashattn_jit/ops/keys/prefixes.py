@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...errors import InputError
 from ..arguments.calls import host_array
-from ..arguments.checks import check_int, check_readable
+from ..arguments.checks import INT32_MAX, check_int, check_readable
 from .level_pages import CascadeLevel
 from .paged import Paged
 from .storage import read_storage
@@ -87,10 +87,12 @@ def _read(q_indptr: torch.Tensor, paged: Paged) -> tuple[NDArray[np.int32], Ints
             "there are requests"
         )
     for name, values in (("page_indptr", starts), ("q_indptr", rows)):
-        falling = np.flatnonzero(np.diff(values) < 0)
+        falling = np.flatnonzero(values[1:] < values[:-1])  # differences of any int64 wrap around
         if values[0] != 0 or len(falling):
             where = f"descends at request {falling[0]}" if len(falling) else "does not start at 0"
             raise InputError(f"{name} {where}: it must be a running sum from 0 on")
+    if rows[-1] > INT32_MAX:
+        raise InputError(f"q_indptr ends at {rows[-1]}, which does not fit 32 bits")
     assert stored.page_indices is not None
     indices = stored.page_indices.numpy()
     if starts[-1] > len(indices):

@@ -144,6 +144,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         fa.Bits(torch.ones(200, dtype=torch.bool), torch.tensor([-8, 20, 200])),
         "of which bits -8 to 20 are its own",
     ),
+    "wrapped": (
+        fa.Bits(torch.ones(200, dtype=torch.bool), torch.tensor([2**63 - 1, -(2**63) + 30, 200])),
+        "request 0 has q_len=2 x kv_len=10 bits, .* of which bits 9223372036854775807 to -92",
+    ),
     "count": (
         fa.Bits(torch.ones(200, dtype=torch.bool), torch.tensor([0, 20])),
         r"bit_indptr must be \[num_requests \+ 1 = 3\], got \[2\]",

@@ -509,6 +509,7 @@ INDPTR, INDICES = torch.tensor([0, 2, 3, 4, 5]), torch.tensor([1, 0, 0, 0, 3], d
     [
         ({"indptr": ROWS}, r"indptr must be \[block rows \+ 1 = 5\]"),
         ({"indptr": torch.tensor([0, 2, 1, 4, 5])}, r"must not descend; block row 1 \(request 1\)"),
+        ({"indptr": torch.tensor([0, 2**63 - 1, -(2**63), 4, 5])}, r"block row 1 \(request 1\)"),
         ({"indptr": torch.tensor([0, 2, 3, 4, 6])}, "runs from 0 to 6, but indices has 5 entries"),
         ({"indptr": INDPTR.float()}, "indptr must be an int32 or int64 cpu tensor"),
         ({"indptr": [0, 2, 3, 4, 5]}, r"BlockSparse\.indptr must be an int32 or int64 cpu tensor, "
@@ -539,8 +540,9 @@ def test_blocks_that_cannot_be(changes: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ((torch.tensor([2, 1]), torch.tensor([4, 4])), "Bc must be sizes that add up to kv_len=10"),
-        ((torch.tensor([2, 2]), torch.tensor([4, 6])), "Br must be sizes that add up to q_len=3"),
+        ((torch.tensor([2, 1]), torch.tensor([4, 4])), "Bc must be .* that add up to kv_len=10"),
+        ((torch.tensor([2, 2]), torch.tensor([4, 6])), "Br must be .* that add up to q_len=3"),
+        ((torch.tensor([2**63 - 1, 2, 2**63 - 1, 3]), 5), "of request 0, they add up to .1844674"),
         ((torch.tensor([2.0, 1]), 5), "Br must be an int32 or int64 cpu tensor"),
         ((torch.tensor([[2, 1]] * 3), 5), r"Br must be \[blocks\] or \[num_kv_heads=2, blocks\]"),
     ],

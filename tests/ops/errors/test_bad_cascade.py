@@ -151,6 +151,12 @@ def test_hooks_that_shared_keys_cannot_serve() -> None:
         ((torch.tensor([0, 2, 1, 3, 3]), PAGED), "q_indptr descends at request 1"),
         ((Q_INDPTR, fa.Ragged(KV_INDPTR)), "paged must be an fa.Paged, got Ragged"),
         (
+            (Q_INDPTR, replace(PAGED, page_indptr=torch.tensor([0, 2**63 - 1, -(2**63), 0, 0]))),
+            "page_indptr descends at request 1",
+        ),
+        ((torch.tensor([0, 2**63 - 1, -(2**63), 0, 0]), PAGED), "q_indptr descends at request 1"),
+        ((torch.tensor([0, 2, 3, 3, 2**40]), PAGED), "q_indptr ends at 1099511627776, which does"),
+        (
             (Q_INDPTR, replace(PAGED, page_indices=None)),
             "page_indices must be an int32 or int64 tensor",
         ),
