@@ -19,7 +19,7 @@ from ..formats import Codes, Stored
 from ..variants.ir.dtypes import row_dim
 from ..variants.variant import Variant
 from .append import append_paged_kv
-from .arguments.checks import check_int
+from .arguments.checks import check_int, check_readable
 from .keys.columns import columns, latent_parts
 from .keys.paged import Paged
 
@@ -42,39 +42,39 @@ class AbsorbedMLA:
         """Queries of rows: [..., num_q_heads, rank + rope_dim].
 
         Args:
-            q_nope: [..., num_q_heads, nope_dim], the part without rotary positions.
-            q_rope: [..., num_q_heads, rope_dim], after the rotation.
+            q_nope: [..., num_q_heads, nope_dim] in the weight's dtype, the part without rotary
+                positions.
+            q_rope: [..., num_q_heads, rope_dim], floating, after the rotation.
 
         Raises:
-            InputError: a shape is wrong.
+            InputError: a shape, dtype, device or layout is wrong.
         """
-        _check("q_nope", q_nope, self.to_keys.shape[:2])
-        if not isinstance(q_rope, Tensor) or q_rope.shape[:-1] != q_nope.shape[:-1]:
-            raise _unlike("q_rope", q_rope, "q_nope", q_nope)
+        _check("q_nope", q_nope, self.to_keys.shape[:2], self.to_keys)
+        _check_beside("q_rope", q_rope, "q_nope", q_nope)
         latent = torch.einsum("...hn,hnr->...hr", q_nope, self.to_keys)
         return torch.cat([latent, q_rope], -1)
 
     def output(self, out: Tensor) -> Tensor:
         """The heads' outputs [..., num_q_heads, v_dim] of attention over rows.
 
-        out: [..., num_q_heads, rank], the weighted sums of latents. Raises InputError.
+        out: [..., num_q_heads, rank] in the weight's dtype, the weighted sums of latents. Raises
+        InputError.
         """
-        _check("out", out, (self.to_values.shape[0], self.to_values.shape[2]))
+        _check("out", out, (self.to_values.shape[0], self.to_values.shape[2]), self.to_values)
         return torch.einsum("...hr,hvr->...hv", out, self.to_values)
 
     def expand(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of the heads: [..., num_q_heads, nope_dim + rope_dim or v_dim].
 
         Args:
-            latent: [..., rank], normalised as the model stores it.
-            k_rope: [..., rope_dim], after the rotation, the same for all heads.
+            latent: [..., rank] in the weight's dtype, normalised as the model stores it.
+            k_rope: [..., rope_dim], floating, after the rotation, the same for all heads.
 
         Raises:
-            InputError: a shape is wrong.
+            InputError: a shape, dtype, device or layout is wrong.
         """
-        _check("latent", latent, self.to_keys.shape[2:])
-        if not isinstance(k_rope, Tensor) or k_rope.shape[:-1] != latent.shape[:-1]:
-            raise _unlike("k_rope", k_rope, "latent", latent)
+        _check("latent", latent, self.to_keys.shape[2:], self.to_keys)
+        _check_beside("k_rope", k_rope, "latent", latent)
         nope = torch.einsum("...r,hnr->...hn", latent, self.to_keys)
         rope = k_rope.unsqueeze(-2).expand(*nope.shape[:-1], -1)
         return torch.cat([nope, rope], -1), torch.einsum("...r,hvr->...hv", latent, self.to_values)
@@ -90,7 +90,12 @@ class AbsorbedMLA:
         Args:
             q_len, kv_len: queries and keys of a request.
             rope_dim: of the rotary part of rows.
+
+        Raises:
+            InputError: a count is no int of at least 0.
         """
+        counts = {"q_len": q_len, "kv_len": kv_len, "rope_dim": rope_dim}
+        q_len, kv_len, rope_dim = (check_int(name, x, 0) for name, x in counts.items())
         _, nope, rank = self.to_keys.shape
         each = rank * (nope + self.to_values.shape[1])
         absorbed = q_len * each + q_len * kv_len * (2 * rank + rope_dim)
@@ -105,7 +110,8 @@ def absorb_mla(kv_b_weight: Tensor, num_q_heads: int, nope_dim: int, v_dim: int)
     to their sums: no key or value of a head exists.
 
     Args:
-        kv_b_weight: [num_q_heads * (nope_dim + v_dim), rank], floating; head by head, keys first.
+        kv_b_weight: [num_q_heads * (nope_dim + v_dim), rank], of a floating dtype of at least 16
+            bits; head by head, keys first.
         num_q_heads: query heads.
         nope_dim: of the part of a head's keys without rotary positions.
         v_dim: of a head's values.
@@ -114,7 +120,7 @@ def absorb_mla(kv_b_weight: Tensor, num_q_heads: int, nope_dim: int, v_dim: int)
         Views of the weight, in its dtype and on its device.
 
     Raises:
-        InputError: the weight has another shape.
+        InputError: the weight has another shape, or a dtype or layout that torch cannot multiply.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
 
@@ -133,6 +139,12 @@ def absorb_mla(kv_b_weight: Tensor, num_q_heads: int, nope_dim: int, v_dim: int)
         raise InputError(
             "kv_b_weight must be floating [num_q_heads * (nope_dim + v_dim), rank] = "
             f"[{rows}, rank], got {shape}"
+        )
+    _check_dense("kv_b_weight", kv_b_weight)
+    if not _computes(kv_b_weight):
+        raise InputError(
+            f"kv_b_weight is {kv_b_weight.dtype}, in which torch does not multiply; pass it "
+            "dequantised, with its scales applied, such as in torch.bfloat16"
         )
     heads = kv_b_weight.view(num_q_heads, nope_dim + v_dim, -1)
     return AbsorbedMLA(heads[:, :nope_dim], heads[:, nope_dim:])
@@ -195,14 +207,64 @@ def append_paged_latent(
     )  # fmt: skip
 
 
-def _check(name: str, tensor: object, last: tuple[int, ...] | torch.Size) -> None:
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape[-len(last) :]) != tuple(last):
-        shape = list(getattr(tensor, "shape", ()))
-        raise InputError(f"{name} must be [..., {', '.join(map(str, last))}], got {shape}")
+def _check(name: str, tensor: object, last: tuple[int, ...] | torch.Size, weight: Tensor) -> None:
+    """Raises InputError for a tensor that cannot be multiplied by the weight.
+
+    last: its last dims.
+    """
+    tensor = _check_dense(name, tensor)
+    if tuple(tensor.shape[-len(last) :]) != tuple(last):
+        dims = ", ".join(map(str, last))
+        raise InputError(f"{name} must be [..., {dims}], got {list(tensor.shape)}")
+    if tensor.dtype != weight.dtype and not _autocast(tensor, weight):
+        raise InputError(
+            f"{name} is {tensor.dtype}, but kv_b_weight is {weight.dtype}; pass "
+            f"{name}.to({weight.dtype})"
+        )
+    _check_device(name, tensor, "kv_b_weight", weight)
 
 
-def _unlike(name: str, tensor: object, other_name: str, other: Tensor) -> InputError:
-    shape = list(getattr(tensor, "shape", ()))
-    return InputError(
-        f"{name} {shape} and {other_name} {list(other.shape)} differ before their last dim"
+def _autocast(tensor: Tensor, weight: Tensor) -> bool:
+    """Whether torch.autocast gives both one dtype."""
+    return torch.is_autocast_enabled(weight.device.type) and all(
+        x.is_floating_point() and x.dtype is not torch.float64 for x in (tensor, weight)
     )
+
+
+def _check_beside(name: str, tensor: object, other_name: str, other: Tensor) -> None:
+    """Raises InputError for a rotary part that does not go with the other part of its rows."""
+    tensor = _check_dense(name, tensor)
+    if not tensor.dim() or tensor.shape[:-1] != other.shape[:-1]:
+        raise InputError(
+            f"{name} {list(tensor.shape)} and {other_name} {list(other.shape)} differ before their "
+            "last dim"
+        )
+    if not _computes(tensor):
+        raise InputError(
+            f"{name} is {tensor.dtype}, but {other_name} is {other.dtype}; pass "
+            f"{name}.to({other.dtype})"
+        )
+    _check_device(name, tensor, other_name, other)
+
+
+def _check_dense(name: str, tensor: object) -> Tensor:
+    """The value, a tensor of strided layout. Raises InputError."""
+    if not isinstance(tensor, Tensor) or (
+        tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized
+    ):
+        check_readable(name, tensor)
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _computes(tensor: Tensor) -> bool:
+    """Whether torch computes in the dtype, which is floating: those of 8 and 4 bits are codes."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+
+
+def _check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    if tensor.device != other.device:
+        raise InputError(
+            f"{name} is on {tensor.device}, but {other_name} on {other.device}; move it with "
+            f".to({str(other.device)!r})"
+        )

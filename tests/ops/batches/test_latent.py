@@ -132,6 +132,44 @@ def test_fewer_multiplications() -> None:
     assert break_even == 170
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (Tensor.half, r"is torch.float16, but kv_b_weight is torch.float32; pass \w+.to\(torch.fl"),
+        (Tensor.double, "is torch.float64, but kv_b_weight is torch.float32"),
+        (Tensor.int, "is torch.int32, but "),
+        (lambda x: x.to(torch.float8_e5m2), "is torch.float8_e5m2, but "),
+        (Tensor.to_sparse, r"has layout torch.sparse_coo; pass .* its to_dense\(\)"),
+        (Tensor.numpy, "must be a torch.Tensor, got ndarray"),
+        (lambda x: x.to("meta"), r"is on meta, but \w+ on cpu; move it with .to\('cpu'\)"),
+    ],
+)
+def test_tensors_that_do_not_go_with_the_weight(change: Any, words: str) -> None:
+    w = fa.absorb_mla(torch.randn(HEADS * (NOPE + V_DIM), RANK), HEADS, NOPE, V_DIM)
+    nope, rope, out = (torch.randn(3, HEADS, n) for n in (NOPE, ROPE, RANK))
+    latent, k_rope = out[:, 0], rope[:, 0]
+    with pytest.raises(InputError, match=f"q_nope {words}"):
+        w.query(change(nope), rope)
+    with pytest.raises(InputError, match=f"out {words}"):
+        w.output(change(out))
+    with pytest.raises(InputError, match=f"latent {words}"):
+        w.expand(change(latent), k_rope)
+    if change not in (Tensor.half, Tensor.double):  # these promote, as in torch
+        with pytest.raises(InputError, match=f"q_rope {words}"):
+            w.query(nope, change(rope))
+        with pytest.raises(InputError, match=f"k_rope {words}"):
+            w.expand(latent, change(k_rope))
+
+
+def test_autocast_converts_to_one_dtype() -> None:
+    w = fa.absorb_mla(torch.randn(HEADS * (NOPE + V_DIM), RANK).bfloat16(), HEADS, NOPE, V_DIM)
+    out = torch.randn(3, HEADS, RANK)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(w.output(out), w.output(out.bfloat16()))
+        with pytest.raises(InputError, match=r"out is torch\.float64"):
+            w.output(out.double())
+
+
 def test_errors() -> None:
     weight = torch.zeros(HEADS * (NOPE + V_DIM), RANK)
     with pytest.raises(InputError, match=r"\[num_q_heads \* \(nope_dim \+ v_dim\), rank\] = \[164"):
@@ -146,6 +184,13 @@ def test_errors() -> None:
         w.output(q)
     with pytest.raises(InputError, match=r"latent must be \[..., 48\]"):
         w.expand(q, q)
+    with pytest.raises(InputError, match=r"kv_b_weight has layout torch.sparse_coo; .* to_dense"):
+        fa.absorb_mla(weight.to_sparse(), HEADS, NOPE, V_DIM)
+    with pytest.raises(InputError, match=r"torch\.float8_e4m3fn, in which torch does not multiply"):
+        fa.absorb_mla(weight.to(torch.float8_e4m3fn), HEADS, NOPE, V_DIM)
+    for counts in ((1.0, 2, 3), (1, "2", 3), (1, 2, torch.tensor(3)), (1, -2, 3)):
+        with pytest.raises(InputError, match=r"(q_len|kv_len|rope_dim)( must be|=-2)"):
+            w.prefers_absorbed(*counts)  # type: ignore[arg-type]
     indptr = torch.tensor([0, 1], dtype=torch.int32)
     paged = fa.Paged(indptr, torch.zeros(1).int(), torch.ones(1).int(), page_size=8)
     row, pages = torch.zeros(1, 48), torch.zeros(1, 8, 1, 64)
