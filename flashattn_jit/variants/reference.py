@@ -22,7 +22,7 @@ from flashattn_jit.variants.builtins import CONTEXT
 from flashattn_jit.variants.capture.extract import map_tree
 from flashattn_jit.variants.functions import tanh_approx
 from flashattn_jit.variants.ir.dtypes import CODES4, latent_values, unpacked
-from flashattn_jit.variants.ir.halves import read_all, reading, reads_as_float32, widened
+from flashattn_jit.variants.ir.halves import call_as_read, reads_as_float32, widened
 from flashattn_jit.variants.ir.ir import unscaled_integers
 from flashattn_jit.variants.params import PARTS, Dims, parts_of, resolve
 from flashattn_jit.variants.variant import CppHook, Variant, as_variant
@@ -396,11 +396,7 @@ class _ReadsFloat32(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        read = reading(func, args, kwargs)
-        if read is not None:
-            args, kwargs = read_all(read, (args, kwargs))
-        return func(*args, **kwargs)
+        return call_as_read(func, args, kwargs or {})[0]
 
 
 def _rows_of(x: Any, heads_dim: int) -> Tensor:

@@ -18,7 +18,7 @@ from flashattn_jit.variants.reference import attention_reference, varlen_referen
 from flashattn_jit.variants.variant import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
 from tests.ops.merge_oracle import merge_reference
 
-F64 = torch.float64
+F64, F8 = torch.float64, torch.float8_e4m3fn
 
 
 def causal(b, h, q, k):
@@ -241,6 +241,59 @@ def test_half_captures_are_read_as_float32():
 
     attention_reference(q, k, v, mod)
     assert set(seen) == {torch.float32}
+
+
+def doubled(s, b, h, i, j):
+    x = s.half()
+    x *= 2
+    return s + x
+
+
+def raised(s, b, h, i, j):
+    x = s.bfloat16()
+    x.add_(1)
+    x.clamp_(max=j)
+    return s + x
+
+
+def filled(s, b, h, i, j):
+    x = s.half()
+    x[...] += j
+    return s + x
+
+
+def tripled(s, b, h, i, j):
+    x = s.to(F8)
+    x.mul_(3)
+    return s + x.float()
+
+
+def counted(s, b, h, i, j):
+    x = j.clone()
+    x += 1
+    return s * x
+
+
+IN_PLACE = {
+    doubled: lambda s, b, h, i, j: s + (s.half() * 2).half(),
+    raised: lambda s, b, h, i, j: s + (s.bfloat16() + 1).bfloat16().clamp(max=j),
+    filled: lambda s, b, h, i, j: s + (s.half() + j).half(),
+    tripled: lambda s, b, h, i, j: s + (s.to(F8) * 3).to(F8).float(),
+    counted: lambda s, b, h, i, j: s * (j + 1),
+}
+
+
+@pytest.mark.parametrize("default", [torch.float32, F64])
+@pytest.mark.parametrize("hook", IN_PLACE)
+def test_functions_that_write_to_their_argument_are_called_once(hook, default):
+    q, k, v = inputs(dtype=torch.float32)
+    wanted = variant(score_mod=IN_PLACE[hook]).reference(q, k, v)
+    torch.set_default_dtype(default)
+    try:
+        found = variant(score_mod=hook).reference(q, k, v)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 class Capped(Variant):

@@ -21,7 +21,7 @@ import torch
 from flashattn_jit.errors import ParamError
 from flashattn_jit.torch_modes import outside_modes
 from flashattn_jit.variants.capture.objects import lacks
-from flashattn_jit.variants.ir.halves import read_all, reading
+from flashattn_jit.variants.ir.halves import call_as_read
 
 # --- locations -----------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class _Step:
 
     The last result is kept, for the same captured tensors at the same version and the same
     numbers. Views are not kept: they are cheap, and would keep their base alive. read: what each
-    argument is read as; see `reading`.
+    argument is read as; see `call_as_read`.
     """
 
     def __init__(
@@ -446,11 +446,7 @@ class HostProgram:
         if key in self._known:
             return self._known[key]
         inputs = [x for x in leaves((args, kwargs)) if isinstance(x, HostTensor)]
-        real = map_tree(args, _to_real), map_tree(kwargs, _to_real)
-        read = reading(func, *real)
-        if read is not None:
-            real = read_all(read, real)
-        result = func(*real[0], **real[1])
+        result, read = call_as_read(func, map_tree(args, _to_real), map_tree(kwargs, _to_real))
         many = isinstance(result, tuple | list)
         name = inputs[0].name if inputs else getattr(func, "__name__", "value")
         sources = frozenset[Source]().union(*(x.sources for x in inputs))
