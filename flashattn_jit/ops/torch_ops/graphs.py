@@ -23,8 +23,8 @@ import torch
 from ...variants.capture.extract import ROOT
 from ...variants.variant import FULL, Variant
 from . import sites
-from .outline import Found, made_inside, outline
-from .paths import CELL, CELLS, ITEM
+from .outline import Found, cell_content, made_inside, outline
+from .paths import CELL, CELLS, CONTENT, ITEM
 from .pending import changes_before_call
 from .sites import SiteInfo, Use
 
@@ -96,7 +96,10 @@ def _read(outside: Any, info: SiteInfo) -> tuple[list[torch.Tensor], list[float]
             continue
         value = outside if base == ROOT else values[base]
         for kind, key in steps:
-            value = value[key] if kind == ITEM else getattr(value, key)
+            if kind == ITEM:
+                value = value[key]
+            else:
+                value = cell_content(value) if key == CONTENT else getattr(value, key)
         values.append(value)
     for i in info.fixed:
         _look(values[i])

@@ -175,6 +175,28 @@ def made_inside(x: Any, seen: list[Any]) -> tuple[list[Any], list[Any], list[Any
     return facts, cells, defaults, slots
 
 
+def cell_content(cell: Any) -> Any:
+    """The content of a cell. Dynamo cannot read the attribute of one that the compiled function
+    closes over too."""
+    if not torch.compiler.is_dynamo_compiling():
+        return cell.cell_contents
+    cells = [cell]
+    found: list[Any] = []
+    from torch._dynamo.comptime import comptime
+
+    comptime(_look_into_cell)
+    return found[0] if found else cells[0].cell_contents
+
+
+def _look_into_cell(context: Any) -> None:
+    from torch._dynamo import variables
+
+    cell = _local(context, "cells").items[0].realize()  # as a local, it would be its content
+    if isinstance(cell, variables.CellVariable):
+        tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        _local(context, "found").items.append(tracer.output.side_effects.load_cell(cell))
+
+
 def derivatives(tensors: Sequence[Any], names: Sequence[str]) -> list[str]:
     """The error messages of a call inside of a `torch.func` transform that would drop derivatives.
 

@@ -16,6 +16,7 @@ from ...variants.capture.objects import static_attribute
 from ...variants.capture.walk import Walk
 
 ATTRIBUTE, ITEM = 0, 1
+CONTENT = "cell_contents"
 CELL = -4  # differs from all values of `Location.base`
 Path = tuple[int, tuple[tuple[int, Any], ...]]
 """The access path to a value: attributes and items from the value of an earlier path (or ROOT).
@@ -139,7 +140,7 @@ class Paths:
             elif kind == "item":
                 found.append((ITEM, key))
             elif kind == "cell":
-                found += [(ITEM, key), (ATTRIBUTE, "cell_contents")]
+                found += [(ITEM, key), (ATTRIBUTE, CONTENT)]
             elif kind == "class":
                 found.append((ATTRIBUTE, "__class__"))
             else:

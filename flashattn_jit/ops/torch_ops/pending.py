@@ -17,22 +17,17 @@ from typing import Any
 import torch
 
 from ...errors import VariantError
-from ...variants.capture.objects import attribute
+from ...variants.capture.objects import ABSENT, attribute
 from ...variants.capture.walk import Walk
+from .forms import UNKNOWN, Change, Form, Real, compare, symbolic_contents, symbolic_form
+from .paths import CONTENT
 
-Form = tuple[Any, ...]
-"""The form of a value: ("int",), ("float",), ("tensor",), ("constant", class, x), ("list" |
-"dict", length) or ("other",)."""
-
-Change = tuple[int, str, Form]
+Assignment = tuple[int, str, Form | Real]
 """The id of an object or of a module's globals; the name of an attribute or global, or "" for the
 items of a list or a dict; the new form."""
 
-_CELL_CONTENT = "cell_contents"
-_OTHER: Form = ("other",)
-_VALUES: tuple[Form, ...] = (("int",), ("float",), ("tensor",))
 
-_found: dict[int, list[Change] | VariantError] = {}
+_found: dict[int, list[Assignment] | VariantError] = {}
 _numbers = itertools.count(1)
 
 
@@ -47,7 +42,7 @@ def changes_before_call() -> int:
     return number[0] if number else 0
 
 
-def take(number: int) -> list[Change]:
+def take(number: int) -> list[Assignment]:
     """The changes of a number, which is valid once. Raises VariantError if they are unknown."""
     changes = _found.pop(number, [])
     if isinstance(changes, VariantError):
@@ -60,7 +55,7 @@ def _look_at_changes(context: Any) -> None:
     from torch._dynamo import variables
 
     try:
-        found: list[Change] | VariantError = _changes(context)
+        found: list[Assignment] | VariantError = _changes(context)
     except Exception as error:  # Dynamo's variables differ between versions of torch
         found = VariantError(
             "what the compiled function changes before the call cannot be read with this version "
@@ -73,13 +68,20 @@ def _look_at_changes(context: Any) -> None:
         held.realize().items.append(variables.ConstantVariable.create(number))
 
 
-def _changes(context: Any) -> list[Change]:
+def _changes(context: Any) -> list[Assignment]:
     """The changes in Dynamo's own variables."""
     from torch._dynamo import source, variables
 
+    def form(x: Any) -> Form | Real:
+        try:
+            return symbolic_form(x, mutations)
+        except Exception:  # Dynamo's variables differ between versions of torch
+            return UNKNOWN
+
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     effects = output.side_effects
-    changes: list[Change] = []
+    mutations = effects.store_attr_mutations
+    changes: list[Assignment] = []
     for key, x in list(effects.id_to_variable.items()):
         if x.source is None or x.mutation_type is None or not effects.is_modified(x):
             continue
@@ -88,44 +90,14 @@ def _changes(context: Any) -> list[Change]:
             if not isinstance(x.source, source.GlobalSource):
                 continue  # of another module than that of the compiled function
             owner = id(output.global_scope)
-        attributes = effects.store_attr_mutations.get(x, {})
-        changes += [(owner, name, _symbolic_form(new)) for name, new in attributes.items()]
-        if isinstance(x, variables.ListVariable | variables.ConstDictVariable):
-            kind = "list" if isinstance(x, variables.ListVariable) else "dict"
-            changes.append((owner, "", (kind, len(x.items))))
+        changes += [(owner, name, form(new)) for name, new in mutations.get(x, {}).items()]
+        items = symbolic_contents(x, mutations)
+        if items is not None:
+            changes.append((owner, "", items))
     return changes
 
 
-def _symbolic_form(x: Any) -> Form:
-    """The form of one of Dynamo's variables, without guards on its value."""
-    if hasattr(x, "peek_value") and not x.is_realized():
-        return _form(x.peek_value())
-    x = x.realize()
-    if x.is_python_constant():
-        return _form(x.as_python_constant())
-    try:
-        kind = x.python_type()
-    except Exception:  # Dynamo knows none
-        return _OTHER
-    if kind in (int, float):
-        return (kind.__name__,)
-    return ("tensor",) if issubclass(kind, torch.Tensor) else _OTHER
-
-
-def _form(x: object) -> Form:
-    """The form of a value."""
-    if type(x) in (int, float):
-        return (type(x).__name__,)
-    if isinstance(x, torch.Tensor):
-        return ("tensor",)
-    if isinstance(x, bool | str | bytes | type(None)):
-        return "constant", type(x), x
-    if isinstance(x, list | dict) and type(x) in (list, dict):
-        return type(x).__name__, len(x)
-    return _OTHER
-
-
-def changes_values(walk: Walk, changes: Sequence[Change]) -> bool:
+def changes_values(walk: Walk, changes: Sequence[Assignment]) -> bool:
     """Whether numbers or tensors that a walk found have changed.
 
     Raises VariantError where something has changed that a hook reads and nothing sees.
@@ -143,16 +115,22 @@ def changes_values(walk: Walk, changes: Sequence[Change]) -> bool:
             continue
         x = objects[owner]
         scope = x if type(x) is dict and "__builtins__" in x else None
-        if scope is None and name not in ("", _CELL_CONTENT) and name not in walk.names:
+        if scope is None and name not in ("", CONTENT) and name not in walk.names:
             continue
         if scope is not None and name not in _read_from(walk, scope):
             continue
-        old = _form(scope.get(name) if scope is not None else attribute(x, name) if name else x)
-        if scope is None and old == new:
-            found |= new in _VALUES or not name  # or items
-        elif _is_unseen(old, new, is_certain, scope is not None):
-            what = f"{name!r} of a {type(x).__name__}" if name else "the length of a list"
+        old = x if not name else attribute(x, name) if scope is None else scope[name]
+        if old is ABSENT and not _may_be_absent(walk, x, name):
+            continue
+        change = compare(Real(old), new, walk.names)
+        if scope is not None:
+            is_unseen = is_certain and change > Change.NOTHING
+        else:  # of a number's kinds, the graph has the one, the site the other
+            is_unseen = change is Change.KIND or is_certain and change is Change.STRUCTURE
+        if is_unseen:
+            what = f"{name!r} of a {type(x).__name__}" if name else _content(x, new)
             raise _unseen(what if scope is None else f"the global {name}")
+        found |= change is Change.VALUES or not name
     return found
 
 
@@ -176,14 +154,18 @@ def _is_found_in_class(walk: Walk, owner: int, name: str) -> bool:
     return False
 
 
-def _is_unseen(old: Form, new: Form, is_certain: bool, is_global: bool) -> bool:
-    """Whether a change is one that nothing sees."""
-    if is_global:
-        return is_certain and (old != new or new in _VALUES)
-    if {old, new} == {("int",), ("float",)}:  # the graph has the one, the site the other
-        return True
-    simple = all(form[0] in ("int", "float", "constant", "list") for form in (old, new))
-    return is_certain and simple
+def _may_be_absent(walk: Walk, x: object, name: str) -> bool:
+    """Whether a hook may see that an object has no such attribute."""
+    return any(
+        kind == "without" and name in names
+        for value, location in zip(walk.values, walk.locations, strict=True) if value is x
+        for kind, names in location.guards
+    )  # fmt: skip
+
+
+def _content(x: Any, new: Form | Real) -> str:
+    is_length = not isinstance(new, Real) and len(new[2]) != len(x)
+    return f"{'the length' if is_length else 'an item'} of a {type(x).__name__}"
 
 
 def _read_from(walk: Walk, scope: object) -> set[str]:

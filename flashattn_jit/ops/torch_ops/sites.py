@@ -35,7 +35,7 @@ from ...variants.variant import variant as function_variant
 from ..keys.block_mask import own_mask_mod
 from .outline import Maker, Outline
 from .paths import ATTRIBUTE, ITEM, Path, Paths
-from .pending import Change, changes_values, take
+from .pending import Assignment, changes_values, take
 
 Tensors = Sequence[torch.Tensor]
 
@@ -340,7 +340,7 @@ def _shell(t: torch.Tensor) -> torch.Tensor:
 
 
 def _live_site(
-    use: Use, outline: Outline, count: int, outside: Sequence[Any], pending: Sequence[Change]
+    use: Use, outline: Outline, count: int, outside: Sequence[Any], pending: Sequence[Assignment]
 ) -> SiteInfo:
     chosen: Variant = outside[0]
     given = set(outline[1][1][1])

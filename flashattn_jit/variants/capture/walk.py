@@ -53,9 +53,11 @@ from flashattn_jit.variants.capture.objects import (
 from flashattn_jit.variants.capture.recorder import MAX_LOCATIONS, Build, Recorder, Values
 from flashattn_jit.variants.params import Param
 
-_CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
-              torch.memory_format, complex, type(Ellipsis), slice, torch.Size, range, set,
-              frozenset)  # fmt: skip
+CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
+             torch.memory_format, complex, type(Ellipsis), slice, torch.Size, range, set,
+             frozenset)  # fmt: skip
+"""Types whose objects are constants of a hook."""
+
 _ASK_FOR_TYPES = frozenset({"isinstance", "issubclass", "type"})
 _OF_FUNCTIONS = frozenset(dir(types.FunctionType))
 _CLASS: Any = object.__dict__["__class__"]  # sets it past a class's own __setattr__ and __class__
@@ -140,7 +142,7 @@ class Walk(Recorder):
             return self._number(value, name, self._at(value, base, *steps))
         if isinstance(value, np.ndarray):
             return self._array(value, name, self._at(value, base, *steps))
-        if isinstance(value, _CONSTANTS) or hasattr(type(value), "__fajit_constant__"):
+        if isinstance(value, CONSTANTS) or hasattr(type(value), "__fajit_constant__"):
             return self._constant(value, name, self._at(value, base, *steps))
         if is_plain_number(value) and not self.names & _ASK_FOR_TYPES:
             number = int(value) if isinstance(value, int) else float(value)
@@ -534,7 +536,7 @@ class Walk(Recorder):
                 if isinstance(static, kind):
                     static = getattr(static, of)
                     path.append(("attribute", of))
-            is_value = isinstance(static, (int, float, *_CONSTANTS))
+            is_value = isinstance(static, (int, float, *CONSTANTS))
             if is_users(static) or is_value and not is_opaque_module(base.__module__):
                 before = self._mark(), dict(self._seen)
                 try:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,144 @@ def test_a_cell() -> None:
     run = Compiled(call)
     for n in (5, 8, 2):
         run(*dense(), n)
+
+
+@dataclasses.dataclass
+class Part:
+    gain: float
+    is_on: bool = True
+
+
+def plain(s, b, h, i, j):
+    return s
+
+
+def doubled(s, b, h, i, j):
+    return s * 2
+
+
+class Model:
+    """What hooks read through an attribute."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
+def first_of(model: Any) -> Any:
+    return lambda s, b, h, i, j: s + model.part[0] * j if model.part[-1] else s
+
+
+def gain_of(model: Any) -> Any:
+    return lambda s, b, h, i, j: s + model.part.gain * j if model.part.is_on else s
+
+
+def called(model: Any) -> Any:
+    return lambda s, b, h, i, j: model.part(s, b, h, i, j)
+
+
+OTHER = Part(5.0)
+REPLACED: dict[str, tuple[Any, Any, Any]] = {
+    "a tuple": ((1.0, 2), lambda n: (5.0, 3), first_of),
+    "another tuple in each call": ((1.0, True), lambda n: (n * 0.5, True), first_of),
+    "a list": ([1.0], lambda n: [n * 0.5], first_of),
+    "an object": (Part(1.0), lambda n: OTHER, gain_of),
+    "a new object": (Part(1.0), lambda n: Part(n * 0.5), gain_of),
+    "nothing": (doubled, lambda n: doubled, called),
+}
+REFUSED: dict[str, tuple[Any, Any, Any]] = {
+    "a flag in a tuple": ((1.0, True), lambda n: (1.0, False), first_of),
+    "a longer tuple": ((1.0, 2), lambda n: (1.0, 3, 4), first_of),
+    "a flag of an object": (Part(1.0), lambda n: Part(1.0, False), gain_of),
+    "a function": (plain, lambda n: doubled, called),
+}
+
+
+@pytest.mark.parametrize("is_variant", [False, True])
+@pytest.mark.parametrize("name", [*REPLACED, *REFUSED])
+def test_replaced_containers_objects_and_functions(name: str, is_variant: bool) -> None:
+    """Their numbers are those of the call; another structure is an error."""
+    before, after, hook_of = {**REPLACED, **REFUSED}[name]
+    model = Model(before)
+    hook = hook_of(model)
+    chosen = fa.variant(score_mod=hook) if is_variant else hook
+
+    def call(q, k, v, n):
+        model.part = after(n)
+        return fa.attention(q, k, v, chosen)
+
+    if name in REPLACED:
+        run = Compiled(call)
+        model.part = before
+        for n in (5, 8, 2):
+            run(*dense(), n)
+        return
+    with pytest.raises(fa.VariantError, match="changes 'part' of a Model, which a hook"):
+        torch.compile(call, backend="eager", fullgraph=True)(*dense(), 2)
+
+
+@pytest.mark.parametrize("is_variant", [False, True])
+def test_a_tuple_in_a_cell_and_a_flag_in_a_list(is_variant: bool) -> None:
+    pair, flags = (1.0, 2.0), [True]
+    scaled = lambda s, b, h, i, j: s + pair[0] * j  # noqa: E731
+    switched = lambda s, b, h, i, j: s * 2 if flags[0] else s  # noqa: E731
+    if is_variant:
+        scaled, switched = fa.variant(score_mod=scaled), fa.variant(score_mod=switched)
+
+    def call(q, k, v, n):
+        nonlocal pair
+        pair = n * 0.5, 2.0
+        return fa.attention(q, k, v, scaled)
+
+    def switch(q, k, v):
+        flags[0] = False
+        return fa.attention(q, k, v, switched)
+
+    run = Compiled(call)
+    for n in (5, 8, 2):
+        run(*dense(), n)
+    with pytest.raises(fa.VariantError, match="changes an item of a list"):
+        torch.compile(switch, backend="eager", fullgraph=True)(*dense())
+
+
+@pytest.mark.parametrize("is_variant", [False, True])
+@pytest.mark.parametrize("name", ["an attribute", "an item", "an entry"])
+def test_changes_of_what_a_shared_cell_refers_to(name: str, is_variant: bool) -> None:
+    """The hook and the compiled function close over the same variable."""
+    held: Any = {"an attribute": Part(1.0), "an item": [1.0], "an entry": {"gain": 1.0}}[name]
+    hooks: dict[str, Any] = {
+        "an attribute": lambda s, b, h, i, j: s + held.gain * j,
+        "an item": lambda s, b, h, i, j: s + held[0] * j,
+        "an entry": lambda s, b, h, i, j: s + held["gain"] * j,
+    }
+    chosen = fa.variant(score_mod=hooks[name]) if is_variant else hooks[name]
+
+    def call(q, k, v, n):
+        if name == "an attribute":
+            held.gain = n * 0.5
+        elif name == "an item":
+            held[0] = n * 0.5
+        else:
+            held["gain"] = n * 0.5
+        return fa.attention(q, k, v, chosen)
+
+    run = Compiled(call)
+    for n in (5, 8, 2):
+        run(*dense(), n)
+
+
+def test_an_object_that_is_another_one_in_a_later_call() -> None:
+    """The first call assigns what is there already."""
+    model = Model(OTHER)
+    chosen = fa.variant(score_mod=gain_of(model))
+
+    def call(q, k, v, part):
+        model.part = part
+        return fa.attention(q, k, v, chosen)
+
+    run = Compiled(call)
+    model.part = OTHER
+    for part in (OTHER, Part(3.0), OTHER):
+        run(*dense(), part)
 
 
 def test_an_exported_call() -> None:
