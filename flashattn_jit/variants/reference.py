@@ -432,10 +432,12 @@ class HookFunctions(TorchFunctionMode):
         if func is tanh_approx:
             return func(*args, **kwargs) * (1 + self._errors.approximation(*args))
         name = getattr(func, "__name__", "")
-        if name == "searchsorted" and isinstance(args[1], Tensor):
-            args = (args[0], args[1].to(args[0].dtype), *args[2:])
-        elif name == "bucketize" and isinstance(args[0], Tensor):
-            args = (args[0].to(args[1].dtype), *args[1:])
+        if name in _SEARCHES:
+            names = _SEARCHES[name]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given.update(_comparable(given, *names[:: 1 if name == "bucketize" else -1]))
+            args = (*(given.pop(own) for own in names), *args[2:])
+            kwargs = given
         elif func is torch.nn.functional.embedding:
             return _gather(args[1], (args[0],))
         elif name in ("layer_norm", "rms_norm"):  # which take weights of the row's dtype alone
@@ -444,6 +446,20 @@ class HookFunctions(TorchFunctionMode):
                 (args, kwargs), lambda x: x.to(to) if isinstance(x, Tensor) else x
             )
         return func(*args, **kwargs)
+
+
+_SEARCHES = {"searchsorted": ("sorted_sequence", "input"), "bucketize": ("input", "boundaries")}
+
+
+def _comparable(given: Mapping[str, Any], values: str, sequence: str) -> dict[str, Tensor]:
+    """Values and the sequence in which they are searched in one dtype: that of the sequence, but
+    of integers the wider one."""
+    x, of = given[values], given[sequence]
+    if not isinstance(x, Tensor):
+        return {}
+    integers = not any(t.dtype.is_floating_point or t.dtype is torch.bool for t in (x, of))
+    wider = torch.promote_types(x.dtype, of.dtype) if integers else of.dtype
+    return {values: x.to(wider), sequence: of.to(wider)}
 
 
 def _gather(t: Tensor, items: tuple[Any, ...]) -> Tensor:

@@ -296,6 +296,24 @@ def test_functions_that_write_to_their_argument_are_called_once(hook, default):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+NARROW, EDGES = (torch.arange(10) * 3).to(torch.int16), torch.arange(10, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [
+        (lambda s, b, h, i, j: s + torch.searchsorted(NARROW, j + 65536),
+         lambda s, b, h, i, j: s + torch.searchsorted(NARROW.long(), j + 65536)),
+        (lambda s, b, h, i, j: s + torch.bucketize(j - 4, boundaries=EDGES, right=True),
+         lambda s, b, h, i, j: s + torch.bucketize(j - 4, EDGES.long(), right=True)),
+    ],
+)  # fmt: skip
+def test_integers_are_searched_in_the_wider_dtype(narrow, wide):
+    q, k, v = inputs()
+    found, wanted = (variant(score_mod=mod).reference(q, k, v) for mod in (narrow, wide))
+    assert torch.equal(found, wanted)
+
+
 class Capped(Variant):
     cap: float = scalar(5.0)
     slopes: torch.Tensor = tensor("num_q_heads", default=lambda d: torch.ones(d.num_q_heads))
