@@ -2,16 +2,17 @@
 
 Dynamo applies them after the graph (``config.window = 9`` of an object, module, cell or list made
 outside): while the graph is traced, and when it runs, the objects are still as they were. Traced
-code that reads a number or a tensor by a path (`paths`) gets the new one. Nothing sees another
-flag, kind of number, length of a list, or global: that is an error, where a hook is known to read
-it. It is not known of modules, as what their ``forward`` names counts as read.
+code that reads a number or a tensor by a path (`paths`) gets the new one, also in another tuple,
+list, dict or object of the same form (`forms`). Nothing sees another flag, function, kind of
+number, length of a list, or global: that is an error, where a hook is known to read it. It is not
+known of modules, as what their ``forward`` names counts as read.
 """
 
 from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from .paths import CONTENT
 Assignment = tuple[int, str, Form | Real]
 """The id of an object or of a module's globals; the name of an attribute or global, or "" for the
 items of a list or a dict; the new form."""
-
 
 _found: dict[int, list[Assignment] | VariantError] = {}
 _numbers = itertools.count(1)
@@ -72,9 +72,9 @@ def _changes(context: Any) -> list[Assignment]:
     """The changes in Dynamo's own variables."""
     from torch._dynamo import source, variables
 
-    def form(x: Any) -> Form | Real:
+    def form(of: Callable[..., Any], x: Any) -> Any:
         try:
-            return symbolic_form(x, mutations)
+            return of(x, mutations)
         except Exception:  # Dynamo's variables differ between versions of torch
             return UNKNOWN
 
@@ -90,8 +90,10 @@ def _changes(context: Any) -> list[Assignment]:
             if not isinstance(x.source, source.GlobalSource):
                 continue  # of another module than that of the compiled function
             owner = id(output.global_scope)
-        changes += [(owner, name, form(new)) for name, new in mutations.get(x, {}).items()]
-        items = symbolic_contents(x, mutations)
+        changes += [
+            (owner, name, form(symbolic_form, y)) for name, y in mutations.get(x, {}).items()
+        ]
+        items = form(symbolic_contents, x)
         if items is not None:
             changes.append((owner, "", items))
     return changes
@@ -130,7 +132,7 @@ def changes_values(walk: Walk, changes: Sequence[Assignment]) -> bool:
         if is_unseen:
             what = f"{name!r} of a {type(x).__name__}" if name else _content(x, new)
             raise _unseen(what if scope is None else f"the global {name}")
-        found |= change is Change.VALUES or not name
+        found |= change is Change.VALUES or not name and change is Change.NOTHING
     return found
 
 
