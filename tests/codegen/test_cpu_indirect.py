@@ -24,18 +24,18 @@ from tests.harness import rotation
 NAN = float("nan")
 TARGETS = tuple(dict.fromkeys((host_target(), "cpu:generic")))
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-MAX_KV, MAX_Q, MAX_B = 512, 64, 8
+MAX_KV, MAX_Q, MAX_B, MAX_H = 512, 64, 8, 16
 
 
 # --- variants -------------------------------------------------------------------------------------
 # Hooks read tensors by b, h, q and k, so that a row or key taken for another one changes results.
 
 _seeded = torch.Generator().manual_seed(5)
-BIAS = torch.randn(MAX_B, 8, MAX_Q, MAX_KV, generator=_seeded)
+BIAS = torch.randn(MAX_B, MAX_H, MAX_Q, MAX_KV, generator=_seeded)
 DOCUMENT = torch.randint(0, 3, (MAX_B, MAX_KV), generator=_seeded, dtype=torch.int32).sort().values
-KEY_GAIN = 1 + torch.rand(8, MAX_KV, generator=_seeded)
-ROW_GAIN = 1 + torch.rand(MAX_B, 8, MAX_Q, generator=_seeded)
-SINK = torch.randn(8, generator=_seeded)
+KEY_GAIN = 1 + torch.rand(MAX_H, MAX_KV, generator=_seeded)
+ROW_GAIN = 1 + torch.rand(MAX_B, MAX_H, MAX_Q, generator=_seeded)
+SINK = torch.randn(MAX_H, generator=_seeded)
 
 
 def all_hooks() -> fa.Variant:

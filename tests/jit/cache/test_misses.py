@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -113,12 +114,20 @@ def test_a_spec_that_is_no_kernels_has_no_command() -> None:
     assert build_command("no json") == ""
 
 
+_HEAD_DIMS = itertools.count(25)
+
+
 @pytest.fixture
-def missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MissingKernelError:
+def q() -> torch.Tensor:
+    """Of a head dim that no other test has: a process keeps its kernels."""
+    return torch.randn(1, 1, 4, next(_HEAD_DIMS))
+
+
+@pytest.fixture
+def missing(q: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MissingKernelError:
     """The error of a real call whose kernel is nowhere."""
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
-    q = torch.randn(1, 1, 4, 24)
     with pytest.raises(MissingKernelError) as error:
         fa.attention(q, q, q, fa.variant(score_mod=lambda s, b, h, i, j: s * 0.40625))
     return error.value
@@ -205,12 +214,11 @@ def test_a_kernel_of_another_target_that_runs_here_is_named(
 
 
 def test_a_failed_call_leaves_nothing_and_a_later_one_works(
-    missing: MissingKernelError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: MissingKernelError, q: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not tmp_path.joinpath("empty").exists()
     assert not tmp_path.joinpath("locks").exists()
     launches.forget_launches()
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "missing")
-    q = torch.randn(1, 1, 4, 24)
     fa.attention(q, q, q, fa.variant(score_mod=lambda s, b, h, i, j: s * 0.40625))
     assert len(launches._launches) == 1
