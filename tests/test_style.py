@@ -24,7 +24,7 @@ LAYERS = (
     ("variants.params", "variants.builtins", "variants.counterparts"),
     ("variants.interval", "variants.capture"),
     ("variants.lower", "variants.trace"),
-    ("variants.binding",),
+    ("variants.binding", "variants.value_checks"),
     ("variants",),  # variant, reference, compose
     ("variants.library", "formats", "stored_hooks"),
     ("codegen",),

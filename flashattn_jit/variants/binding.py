@@ -27,10 +27,10 @@ from flashattn_jit.variants.capture.extract import (
 )
 from flashattn_jit.variants.capture.walk import Walk
 from flashattn_jit.variants.interval.simplify import RangeTableSpec, range_tables, simplify
-from flashattn_jit.variants.ir.ir import INTEGER_DIVISIONS, Graph, VariantIR, is_float
+from flashattn_jit.variants.ir.ir import Graph, VariantIR
 from flashattn_jit.variants.params import Declared, Dims, Param, resolve
-from flashattn_jit.variants.trace.positions import MOST_NUMBER
 from flashattn_jit.variants.trace.tracer import Traced, trace_variant
+from flashattn_jit.variants.value_checks import ValueChecks
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.variant import Variant
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 MAX_READERS = 64
 MAX_STRUCTURES = 4096
 _NONE: dict[Any, Any] = {}
-_EXACT = 2**53  # float64 holds every integer up to here
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,17 +150,12 @@ class Bound(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """The result of tracing, for all calls with the same structural key and pinned values.
-
-    divisors: scalars by which integers are divided. indexed: see `_indexed`. narrow: scalars that
-    were traced as int32.
-    """
+    """The result of tracing, for calls with the same structural key and pinned values whose numbers
+    `checks` fit."""
 
     structure: Structure
     finish: Finish | None
-    divisors: tuple[int, ...]
-    indexed: tuple[tuple[int, int, str], ...]
-    narrow: tuple[int, ...]
+    checks: ValueChecks
     selected: tuple[int, ...] | None
     specialised: tuple[tuple[str, object], ...]
     mask_params: frozenset[str]
@@ -181,11 +175,12 @@ Select = Callable[[Sequence[torch.Tensor], Sequence[float], Dims], object]
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The results for one structural key, by the values that tracing specialised on."""
+    """The results for one structural key, by the values that tracing specialised on: the last one
+    without and the last one with numbers that are too large for int32."""
 
     pins: dict[Source, None] = field(default_factory=dict)
     select: Select | None = None
-    results: dict[Any, _Result] = field(default_factory=dict)
+    results: dict[Any, tuple[_Result, ...]] = field(default_factory=dict)
 
     def add(
         self, pins: Mapping[Source, None], key_of: Callable[[Select], Any], made: _Result
@@ -199,7 +194,10 @@ class _Group:
             self.select = calculator([("repr", p) if p[0] == "number" else p for p in self.pins])
         if len(self.results) >= MAX_STRUCTURES:
             self.results.clear()
-        self.results[None if self.select is None else key_of(self.select)] = made
+        key = None if self.select is None else key_of(self.select)
+        is_wide = bool(made.checks.wide)
+        kept = [x for x in self.results.get(key, ()) if bool(x.checks.wide) is not is_wide]
+        self.results[key] = (*kept, made) if is_wide else (made, *kept)
 
 
 @dataclass(slots=True, eq=False)
@@ -227,17 +225,18 @@ def bind(
     found = _look_up(variant, dims, values, swap)
     if found is None:
         return _bind_new(variant, dims, declared, values, swap, params)
-    result, _, (_, tensors, numbers) = found
-    bound = _finish(result, tensors, numbers, dims)
-    if any(abs(bound.scalars[i]) > MOST_NUMBER for i in result.narrow):
-        return _bind_new(variant, dims, declared, values, swap, params)
-    return bound
+    results, _, (_, tensors, numbers) = found
+    for result in results:
+        bound = _finish(result, tensors, numbers, dims)
+        if result.checks.fit(bound.scalars):
+            return bound
+    return _bind_new(variant, dims, declared, values, swap, params)
 
 
 def _look_up(
     variant: Variant, dims: Dims, values: Sequence[Any], swap: Swap | None = None
-) -> tuple[_Result, Extractor, Extracted] | None:
-    """What an earlier trace of an equal variant gave, and what was read to find it."""
+) -> tuple[tuple[_Result, ...], Extractor, Extracted] | None:
+    """What earlier traces of an equal variant gave, and what was read to find it."""
     for reader in _readers.get(torch.get_default_dtype(), _NONE).get(variant._shape, ()):
         found = reader.extract(variant, values)
         if found is None:
@@ -250,10 +249,10 @@ def _look_up(
             tensors, numbers = swap(tensors, numbers)
         select = group.select
         try:
-            result = group.results.get(None if select is None else select(tensors, numbers, dims))
+            results = group.results.get(None if select is None else select(tensors, numbers, dims))
         except _NOT_COMPUTED:  # tracing the hook again says where
             return None
-        return None if result is None else (result, reader.extract, (key, tensors, numbers))
+        return None if results is None else (results, reader.extract, (key, tensors, numbers))
     return None
 
 
@@ -320,11 +319,12 @@ def captured(
     found = _look_up(variant, dims, values)
     if found is None:
         return None
-    result, extract, (key, tensors, numbers) = found
-    if result.selected is None:
+    results, extract, (key, tensors, numbers) = found
+    result = next((x for x in results if x.structure is bound.structure), None)
+    if result is None or result.selected is None:
         return None
     same = _finish(result, tensors, numbers, dims)
-    if same.structure is not bound.structure or repr(same.scalars) != repr(bound.scalars):
+    if not result.checks.fit(same.scalars) or repr(same.scalars) != repr(bound.scalars):
         return None
     return Captured(
         extract, key, numbers, torch.get_default_dtype(), tuple(params),
@@ -377,98 +377,13 @@ def _finish(
                 "a hook computes a number from captured ones, which cannot be done with those of "
                 f"this call: {type(error).__name__}: {error}"
             ) from error
-    if numbers:
-        _check_exact(numbers)
-        for i in result.divisors:
-            if numbers[i] == 0:
-                name = result.structure.ir.scalars[i].name
-                raise ParamError(f"a hook divides an integer by {name}, which is 0 in this call")
-    for slot, d, index in result.indexed:
-        _check_indexed(result.structure.ir.tensors[slot].name, tensors[slot], d, index, dims)
+    result.checks.check(result.structure.ir, tensors, numbers, dims)
     if tensors:
         device = dims.device
         for i, t in enumerate(tensors):
             if t.device != device:
                 tensors = _moved(result, tensors, i, device)
     return Bound(result.structure, tensors, numbers, result.specialised, result.mask_params)
-
-
-def _divisors(ir: VariantIR) -> tuple[int, ...]:
-    """Scalars by which integers are divided: as in torch, that is an error if they are 0."""
-    found = set[int]()
-    for _, graph in ir.hooks:
-        for node in graph.nodes:
-            if node.op not in INTEGER_DIVISIONS or is_float(node.dtype):
-                continue
-            divisor = graph.nodes[node.args[1]]
-            while divisor.op == "cast":
-                divisor = graph.nodes[divisor.args[0]]
-            if divisor.op == "scalar":
-                found.add(divisor.int_attr("slot"))
-    return tuple(sorted(found))
-
-
-def _narrow(ir: VariantIR, scalars: Sequence[float]) -> tuple[int, ...]:
-    """Scalars that hooks convert to int32, other than those that are too large for it already."""
-    found = set[int]()
-    for _, graph in ir.hooks:
-        for node in graph.nodes:
-            if node.op == "cast" and node.dtype == "int32":
-                number = graph.nodes[node.args[0]]
-                if number.op == "scalar" and number.dtype == "int64":
-                    found.add(number.int_attr("slot"))
-    return tuple(i for i in sorted(found) if abs(scalars[i]) <= MOST_NUMBER)
-
-
-_COUNTS = {"b": "batch", "h": "num_q_heads", "kv_h": "num_kv_heads"}
-
-
-def _indexed(ir: VariantIR, declared: Sequence[Declared]) -> tuple[tuple[int, int, str], ...]:
-    """(slot, dim, index) of captured tensors that hooks index with b, h or kv_h itself.
-
-    As in torch, the dim must have an element for each. Declared params have rules of their own.
-    """
-    names = {d.name for d in declared}
-    found = dict[tuple[int, int, str], None]()
-    for _, graph in ir.hooks:
-        for node in graph.nodes:
-            if node.op not in ("gather", "lookup"):
-                continue
-            slot = node.int_attr("slot")
-            for d, argument in enumerate(node.args):
-                index = graph.nodes[argument]
-                if index.op == "cast":
-                    index = graph.nodes[index.args[0]]
-                name = str(index.attr("name")) if index.op == "input" else ""
-                if name in _COUNTS and ir.tensors[slot].name not in names:
-                    found[slot, d, name] = None
-    return tuple(found)
-
-
-def _check_indexed(name: str, tensor: torch.Tensor, d: int, index: str, dims: Dims) -> None:
-    count = getattr(dims, _COUNTS[index])
-    if tensor.shape[d] < count:
-        raise ParamError(
-            f"a hook indexes dim {d} of captured tensor {name!r}, of shape {list(tensor.shape)}, "
-            f"with {index}, but {_COUNTS[index]}={count}: make it of that size"
-        )
-
-
-def _check_exact(numbers: Sequence[float]) -> None:
-    """Raises ParamError for an integer that float64 cannot represent: graphs pass scalars as it."""
-    for value in numbers:
-        if type(value) is complex:
-            raise ParamError(f"a hook computes {value} from captured numbers: it must be real")
-        if type(value) is int and not -_EXACT <= value <= _EXACT:
-            remedy = (
-                ": capture it as a 0-dim int64 tensor"
-                if -(2**63) <= value < 2**63
-                else ", 0-dim int64 tensors up to 2**63 - 1: capture a smaller one, or a float"
-            )
-            raise ParamError(
-                f"a hook captures the integer {value}; scalar params hold integers up to "
-                f"2**53{remedy}"
-            )
 
 
 def _moved(
@@ -511,9 +426,7 @@ def _bind_new(
         result = _Result(
             structure_of(traced.ir),
             traced.finish,
-            _divisors(traced.ir),
-            _indexed(traced.ir, declared),
-            _narrow(traced.ir, scalars),
+            ValueChecks.of(traced.ir, scalars, declared),
             traced.selected,
             _specialised(traced, walk, dims),
             traced.mask_params,

@@ -337,6 +337,14 @@ def test_numbers_between_the_bounds_of_positions_and_of_int32():
         compare(f)
 
 
+def test_numbers_that_are_too_large_for_int32_leave_the_graph_of_others_as_it_is():
+    graphs = {}
+    for width in (2**40, 9, 2**35, 10, 2**31, 2**20):
+        ir = fa.SlidingWindow(width).bind(DIMS).ir
+        assert graphs.setdefault(width > 2**30, ir) is ir
+    assert graphs[True] != graphs[False]
+
+
 def test_positions_are_computed_in_32_bits_where_the_result_fits():
     def dtypes(f):
         graph = variant(score_mod=lambda s, b, h, q, k: s + f(q, k)).bind(DIMS).ir.hook("score_mod")
