@@ -447,7 +447,7 @@ def read_requests(
 def _shards(name: str, given: Sequence[int] | None, tokens: int, num_ranks: int) -> Ints:
     if given is None:
         return even_shards(tokens, num_ranks)
-    if not isinstance(given, Sequence | np.ndarray) or not np.ndim(given):
+    if not isinstance(given, Sequence) and not (isinstance(given, np.ndarray) and given.ndim):
         hint = "; pass its tolist()" if hasattr(given, "tolist") else ""
         raise InputError(
             f"{name} must be a sequence of {num_ranks + 1} ints, got {checks.shown(given)}{hint}"

@@ -97,7 +97,7 @@ def _evaluate(
         lifted = [a[..., None] if wide and not s else a for a, s in zip(args, shapes, strict=True)]
         return _map(op, lifted)
     if kind == "reduce":
-        return _REDUCE[op](args[0])
+        return _REDUCE[op](args[0]).to(dtype)
     return _rearrange(node, args, shapes)
 
 

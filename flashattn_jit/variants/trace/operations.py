@@ -8,7 +8,7 @@ operands, arithmetic, comparisons and logic, functions of one argument, conversi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -53,9 +53,8 @@ def val(x: Any) -> Value:
 
 
 def cast(x: Value, dtype: str) -> Value:
-    """The value converted to an IR dtype."""
-    bound = x.bound if dtype == x.name else None
-    return Value(tracer().emitter.cast(x.node, dtype), dtype, x.shape, bound=bound)
+    """The value converted to a dtype. An int64 of positions becomes int32, or int64, as any."""
+    return Value(tracer().emitter.cast(x.node, dtype), dtype, x.shape)
 
 
 def const(value: float, dtype: str) -> Value:
@@ -71,7 +70,9 @@ def node_shape(shape: Shape) -> Shape:
 
 def common_dtype(*xs: Value) -> str:
     """torch's result dtype of the operands."""
-    return result_dtype((x.name, len(x.shape), x.weak) for x in xs)
+    return result_dtype(
+        ("int64" if x.bound is not None else x.name, len(x.shape), x.weak) for x in xs
+    )
 
 
 def emit(name: str, xs: tuple[Value, ...], dtype: str, **attrs: Any) -> Value:
@@ -143,25 +144,42 @@ def stored(target: Value, new: Value) -> Value:
     """`new` in the dtype of `target`, which may be an int64 of positions."""
     if target.bound is None:
         return cast(new, target.name)
-    t = tracer()
-    if (number := t.number_of(new.node)) is not None:
-        narrow = isinstance(number.value, int) and not _is_beyond_int32(new)
-    elif (c := t.emitter.value(new.node)) is not None:
-        narrow = math.isfinite(c) and fits_int32(int(abs(c)))
-    else:
-        narrow = new.name != "int64" and not is_float(new.name)
-    made = cast(new, "int32" if narrow else "int64")
-    made.bound = magnitude(made) if narrow else None
+    c = tracer().emitter.value(new.node)
+    if c is not None and math.isfinite(c) and fits_int32(int(abs(c))):
+        return _position(new)
+    return _position(new) if _may_be_int32(new) else cast(new, "int64")
+
+
+def _may_be_int32(x: Value) -> bool:
+    """Whether an operand may be int32 in a formula of positions."""
+    if x.bound is not None or x.name == "int32" or x.name in _BITS:
+        return True
+    return x.weak and category(x.name) == 1 and not _is_beyond_int32(x)
+
+
+def _position(x: Value) -> Value:
+    """An int64 of positions, computed as int32."""
+    if x.bound is not None:
+        return x
+    made = cast(x, "int32")
+    made.bound = magnitude(made)
     return made
+
+
+def as_positions(dtype: str, xs: Sequence[Value]) -> tuple[Value, ...] | None:
+    """Operands of an int64 formula of positions as int32; None for other ones."""
+    if dtype != "int64" or all(x.bound is None for x in xs) or not all(map(_may_be_int32, xs)):
+        return None
+    return tuple(map(_position, xs))
 
 
 def aligned(*xs: Any) -> tuple[str, tuple[Value, ...]]:
     """The common dtype of operands, and the operands converted to it."""
     values = tuple(val(x) for x in xs)
     dtype = common_dtype(*values)
-    of_positions = dtype == "int32" and any(x.bound is not None for x in values)
-    if of_positions and any(x.weak and _is_beyond_int32(x) for x in values):
-        dtype = "int64"
+    positions = as_positions(dtype, values)
+    if positions is not None:
+        return "int32", positions
     for x in values:
         if x.weak and category(dtype) == 1:
             _check_range(x, dtype)
@@ -177,11 +195,10 @@ def _is_beyond_int32(x: Value) -> bool:
 
 
 def promoted(x: Value, *others: Value) -> Value:
-    """The value in the common dtype of all: an int64 of positions where another one is."""
-    converted = cast(x, common_dtype(x, *others))
-    if converted.name == "int32" and any(y.bound is not None for y in others):
-        converted.bound = magnitude(converted)
-    return converted
+    """The value in the common dtype of all."""
+    dtype = common_dtype(x, *others)
+    of_positions = dtype == "int64" and any(y.bound is not None for y in (x, *others))
+    return _position(x) if of_positions and _may_be_int32(x) else cast(x, dtype)
 
 
 def _check_range(x: Value, dtype: str) -> None:
@@ -268,7 +285,9 @@ def _pow(input: Any, exponent: Any) -> Value:
         exponent = exponent.pin()
     base, power = val(input), val(exponent)
     dtype = common_dtype(base, power)
-    x = cast(base, dtype)
+    x, to = cast(base, dtype), cast(power, dtype)
+    if (positions := as_positions(dtype, (base, power))) is not None:
+        dtype, (x, to) = "int32", positions
     c = tracer().emitter.value(power.node) if power.weak else None
     if c is not None:
         if not is_float(dtype) and c < 0:
@@ -277,8 +296,8 @@ def _pow(input: Any, exponent: Any) -> Value:
         if simple is not None:
             return simple
     if base.weak and is_float(dtype) and tracer().emitter.value(base.node) == 2:
-        return emit("exp2", (cast(power, dtype),), dtype)
-    return emit("pow", (x, cast(power, dtype)), dtype)
+        return emit("exp2", (to,), dtype)
+    return emit("pow", (x, to), dtype)
 
 
 def _constant_power(x: Value, c: float, dtype: str) -> Value | None:
@@ -293,7 +312,7 @@ def _constant_power(x: Value, c: float, dtype: str) -> Value | None:
         assert inverse is not None
         return div(1, inverse)
     if c == 0:
-        return tracer().expand(const(1, dtype), x.shape)
+        return tracer().expand(stored(x, const(1, dtype)), x.shape)
     half = x
     if c > 1:
         root = _constant_power(x, c // 2, dtype)
@@ -378,7 +397,8 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Value:
 def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
     x = val(input)
     filler = stored(x, val(value))
-    return emit("where", (logical(mask), filler, cast(x, filler.name)), filler.name)
+    kept = x if x.name == filler.name else cast(x, filler.name)
+    return emit("where", (logical(mask), filler, kept), filler.name)
 
 
 # --- the operations of two arguments -----------------------------------------------------------
@@ -452,7 +472,7 @@ def _rounding(name: str, input: Any, *, decimals: int = 0) -> Value:
     x = val(input)
     if decimals:
         tracer().refuse("round to decimals", "multiply, round and divide")
-    return emit(name, (x,), x.name) if is_float(x.name) else cast(x, x.name)
+    return emit(name, (x,), x.name) if is_float(x.name) else x
 
 
 def _test(name: str, input: Any) -> Value:
@@ -506,9 +526,7 @@ def to_dtype(x: Value, dtype: torch.dtype) -> Value:
     name = VALUE_DTYPES.get(dtype)
     if name is None:
         tracer().refuse(f"conversion to {dtype}", "use bool, int8-64, uint8, float32 or float64")
-    converted = cast(x, name)
-    converted.bound = None  # int32 that the hook asks for wraps
-    return converted
+    return cast(x, name)  # int32 that the hook asks for wraps
 
 
 @op("to")

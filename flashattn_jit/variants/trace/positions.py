@@ -3,7 +3,7 @@
 In torch the indices of a mod are int64. Kernels compute with them in 32 bits where the result fits
 for all positions up to `MOST`, and in 64 bits from the first operation on whose result may not:
 ``(q_idx * 70_000 + kv_idx) % 7``. A value that a hook converts with `.int()` itself, or reads from
-an int32 tensor, wraps as it does in torch; with a position the result is int64.
+an int32 tensor, wraps as it does in torch; dtypes of results are torch's, with positions as int64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Bound(NamedTuple):
 
 
 UNKNOWN = Bound(MOST, MOST)
-ANY_INT32 = Bound(_INT32_MAX, _INT32_MAX)
+ANY_INT32 = Bound(2**31, 2**31)
 INDEX_BOUNDS = {
     "q_idx": UNKNOWN, "kv_idx": UNKNOWN, "b": Bound(2**20, 2**20), "h": Bound(2**16, 2**16),
     "kv_h": Bound(2**16, 2**16),
@@ -88,6 +88,4 @@ def _most_of(op: str, operands: list[int], values: Sequence[int | None]) -> int:
         return most + 1
     if op in ("and", "or", "xor"):
         return 1 << most.bit_length()  # of negative numbers: -5 & -4 is -8
-    if op in ("neg", "abs") and most == _INT32_MAX:
-        return most + 1  # -2^31 has this magnitude too
-    return most  # sign, where, minimum, maximum, shr, divisions by unknown numbers
+    return most  # neg, abs, sign, where, minimum, maximum, shr, divisions by unknown numbers

@@ -21,6 +21,7 @@ from flashattn_jit.variants.capture.extract import map_tree
 from flashattn_jit.variants.ir.ir import REDUCTIONS, is_float
 from flashattn_jit.variants.trace.operations import (
     as_float,
+    as_positions,
     binary,
     cast,
     common_dtype,
@@ -238,14 +239,15 @@ def _stack(tensors: Any, dim: int = 0) -> Value:
 
 def _join(tensors: Any, arrange: Any) -> Value:
     values = [val(x) for x in tensors]
-    dtype = common_dtype(*values)
-    values = [full(cast(v, dtype)) for v in values]
+    dtype, bound = common_dtype(*values), None
+    positions = as_positions(dtype, values)
+    if positions is not None:
+        dtype, bound = "int32", largest(map(magnitude, positions))
+    values = [full(v) for v in positions or [cast(v, dtype) for v in values]]
     arrays, offset = [], 0
     for v in values:
         arrays.append(element_numbers(v) + offset)
         offset += math.prod(v.shape)
-    of_positions = any(v.bound is not None for v in values)
-    bound = largest(magnitude(v) for v in values) if of_positions else None
     flat = Value(concatenate([v.node for v in values], dtype), dtype, (offset,), bound=bound)
     return take(flat, arrange(arrays))
 
@@ -282,7 +284,7 @@ def _setitem(input: Any, index: Any, value: Any) -> None:
     numbers = element_numbers(v)
     places = numbers[_static_index(index)]
     new = full(expand(stored(v, val(value)), np.shape(places)))
-    v = cast(v, new.name)
+    v = v if v.name == new.name else cast(v, new.name)
     bound = None if v.bound is None else largest((v.bound, magnitude(new)))
     count = math.prod(v.shape)
     both = concatenate([v.node, new.node], v.name)
@@ -333,7 +335,7 @@ def _total(
     v = val(input)
     if dtype is not None:
         v = to_dtype(v, dtype)
-    return reduce(name, v, dim, keepdim, to=None if is_float(v.name) else "int64")
+    return reduce(name, v, dim, keepdim, to=None if dtype or is_float(v.name) else "int64")
 
 
 @op("mean", elementwise=False)

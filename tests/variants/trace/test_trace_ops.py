@@ -316,15 +316,33 @@ POSITIONS = {
     "updated_by_position": updated(lambda q, k: q % 8, ("add_", lambda q, k: k + 2**24)),
     "assigned": assigned(lambda q, k: q * 1000),
     "assigned_number": assigned(lambda q, k: 2**40),
+    "vector_with_wide": lambda s, b, h, q, k: (torch.stack([q, k]) + q * 2**31)[1] % 1013,
+    "vector_with_int64": lambda s, b, h, q, k: (torch.stack([q, k]) + INT64[k])[1],
+    "vector_by_int64": lambda s, b, h, q, k: (torch.stack([q, k]) * torch.tensor(2**31))[0],
+    "vector_below_int64": lambda s, b, h, q, k: (torch.stack([q, k]) < INT64[0])[1],
+    "vector_alpha": lambda s, b, h, q, k: torch.add(torch.stack([q, k]), INT32[6], alpha=2)[0],
+    "vector_of_int32": lambda s, b, h, q, k: (VECTORS[0] + q)[1] + (VECTORS[0] * q)[2],
+    "least_int32_chosen": lambda s, b, h, q, k: torch.where(q > 1, INT32[5], q) * -1,
+    "least_int32_taken_off": lambda s, b, h, q, k: 0 - torch.minimum(INT32[5], q),
+    "least_int32_by_position": lambda s, b, h, q, k: INT32[k] * (q - q - 1),
+    "int32_filled": lambda s, b, h, q, k: INT32[k].masked_fill(q > 1, q) * 2**30,
+    "int32_updated": updated(lambda q, k: q.int().clamp(max=3), ("clamp_", lambda q, k: k)),
+    "int32_zeros": lambda s, b, h, q, k: torch.zeros_like(q, dtype=torch.int32).add_(q) * 2**30,
+    "int32_sum": lambda s, b, h, q, k: torch.stack([q, k]).sum(dtype=torch.int32) * 2**30,
+    "power_of_zero": lambda s, b, h, q, k: q**0 * 70_000 * 70_000,
+    "rounded": lambda s, b, h, q, k: q.round() * 2**27 * 16,
     "ands_of_negatives": lambda s, b, h, q, k: ((-q - 5) & (-k - 4)) * 2**28,
     "asked_for_int32": lambda s, b, h, q, k: (q.int() + 2_000_000_000) * 2,
     "asked_for_int32_twice": lambda s, b, h, q, k: ((q + 3).to(torch.int32) * 1_000_003) * 1_003,
     "int32_alone": lambda s, b, h, q, k: INT32[k] * INT32[k] * INT32[q],
     "small_numbers": lambda s, b, h, q, k: (q // TILE * TILE + k % TILE) * 3 - q,
 }
+INT64 = torch.tensor([2**40, -(2**33), 3, -1, 5, 2**31, 7])
+VECTORS = torch.full((2, 4), 2**31 - 1, dtype=torch.int32)
 INT32 = torch.tensor([3, -70_000, 65_536, 2**30, 7, -(2**31), 2**31 - 1], dtype=torch.int32)
 
 
+@pytest.mark.filterwarnings("ignore:.*batching rule.*")
 @pytest.mark.parametrize("name", POSITIONS)
 def test_integers_of_positions_are_those_of_int64(name):
     compare(POSITIONS[name])
