@@ -158,11 +158,9 @@ def _may_be_int32(x: Value) -> bool:
 
 
 def _position(x: Value) -> Value:
-    """An int64 of positions, computed as int32."""
-    if x.bound is not None:
-        return x
+    """The value as an int64 of positions, computed as int32."""
     made = cast(x, "int32")
-    made.bound = magnitude(made)
+    made.bound = magnitude(made) if x.bound is None else x.bound
     return made
 
 
@@ -472,7 +470,7 @@ def _rounding(name: str, input: Any, *, decimals: int = 0) -> Value:
     x = val(input)
     if decimals:
         tracer().refuse("round to decimals", "multiply, round and divide")
-    return emit(name, (x,), x.name) if is_float(x.name) else x
+    return emit(name, (x,), x.name) if is_float(x.name) else _same(x)
 
 
 def _test(name: str, input: Any) -> Value:
@@ -509,13 +507,13 @@ def _positive(input: Any) -> Value:
 @op("abs", "absolute", "__abs__")
 def _abs(input: Any) -> Value:
     x = val(input)
-    return x if x.name in ("bool", "uint8") else emit("abs", (x,), x.name)
+    return _same(x) if x.name in ("bool", "uint8") else emit("abs", (x,), x.name)
 
 
 @op("sign", "sgn")
 def _sign(input: Any) -> Value:
     x = val(input)
-    return x if x.name == "bool" else emit("sign", (x,), x.name)
+    return _same(x) if x.name == "bool" else emit("sign", (x,), x.name)
 
 
 # --- conversions -----------------------------------------------------------------------------

@@ -270,6 +270,17 @@ def updated(first, *rest):
     return hook
 
 
+def beside(operation):
+    """A position after an in-place operation on what another operation made of it."""
+
+    def hook(s, b, h, q, k):
+        y = operation(q)
+        y += 100
+        return q - y
+
+    return hook
+
+
 def assigned(value):
     """A row of positions with an item assigned."""
 
@@ -314,6 +325,9 @@ POSITIONS = {
     "updated": updated(lambda q, k: q.clone(), ("mul_", 100_000), ("mul_", 100_000)),
     "updated_by_number": updated(lambda q, k: q.clone(), ("add_", 2**40)),
     "updated_by_position": updated(lambda q, k: q % 8, ("add_", lambda q, k: k + 2**24)),
+    "rounded_is_new": beside(lambda q: q.round()),
+    "power_of_one_is_new": beside(lambda q: q**1),
+    "clone_is_new": beside(lambda q: q.clone()),
     "assigned": assigned(lambda q, k: q * 1000),
     "assigned_number": assigned(lambda q, k: 2**40),
     "vector_with_wide": lambda s, b, h, q, k: (torch.stack([q, k]) + q * 2**31)[1] % 1013,

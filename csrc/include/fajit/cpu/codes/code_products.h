@@ -180,7 +180,7 @@ constexpr int groups_at_once(int groups) {
 // `numbers`: for each group of channels as many rows, Rows rows apart, the first in place of the
 // weights. `zero_sums`: of weights times zero points. Rows and groups are reduced together: one
 // after the other, whose reductions and divisions have long latencies, decoding codes of 4 bits in
-// two groups took 1.1 times as long with 4 rows (Zen 5, from L2, by hand).
+// two groups took 1.15 times as long with 4 rows (Zen 5, from L2, by hand).
 template <class Numbers, int NR, int Rows, int N, class Products>
 FAJIT_INLINE void put_code_weights(const Products& products, float* rows, int vectors,
                                    const float* numbers, CodeRow* weights, float* zero_sums) {
