@@ -255,11 +255,16 @@ def refuse_capture(device: torch.device, doing: str, remedy: str) -> None:
         raise LaunchError(f"{doing} while a CUDA graph is being captured: {remedy}")
 
 
+def is_unknown(tensor: torch.Tensor) -> bool:
+    """Whether values of a tensor cannot be read now: it has none, or a tracer would record it."""
+    traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return traced or has_no_values(tensor)
+
+
 def need_values(what: str, why: str, tensors: Iterable[object]) -> None:
     """Raises InputError where one of the tensors has no values. why: what needs the values."""
-    traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and (traced or has_no_values(tensor)):
+        if isinstance(tensor, torch.Tensor) and is_unknown(tensor):
             raise InputError(
                 f"{what} is a tensor without values (a {type(tensor).__name__}), but {why}; call "
                 "it outside of FakeTensorMode and of tracers"

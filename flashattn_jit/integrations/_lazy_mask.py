@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flashattn_jit.errors import InputError
+from flashattn_jit.torch_modes import is_unknown
 from flashattn_jit.variants.variant import Variant, variant
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -174,20 +175,22 @@ def _split_padding(
     """Padding as (lengths [batch], keep [batch, kv_len]), each None where it masks nothing.
 
     Padding after the last real token becomes a length, which costs a kernel nothing; only padding
-    before or between real tokens needs a mask.
+    before or between real tokens needs a mask, and padding whose values a tracer does not know.
     """
     if padding is None:
         return None, None
     keep = padding[:, kv_offset : kv_offset + kv_len]
     if keep.shape[0] != batch:
         keep = keep.expand(batch, -1)
-    counts = keep.sum(-1)
-    ends = torch.arange(1, keep.shape[1] + 1, device=keep.device)
-    lengths = (keep * ends).amax(-1) if keep.shape[1] else counts
-    if bool((counts == lengths).all()):
-        if keep.shape[1] == kv_len and bool((lengths == kv_len).all()):
-            return None, None
-        return lengths, None
+    lengths = None
+    if not is_unknown(keep):
+        counts = keep.sum(-1)
+        ends = torch.arange(1, keep.shape[1] + 1, device=keep.device)
+        lengths = (keep * ends).amax(-1) if keep.shape[1] else counts
+        if bool((counts == lengths).all()):
+            if keep.shape[1] == kv_len and bool((lengths == kv_len).all()):
+                return None, None
+            return lengths, None
     if keep.shape[1] < kv_len:
         keep = torch.nn.functional.pad(keep, (0, kv_len - keep.shape[1]))
     return lengths, keep.contiguous()

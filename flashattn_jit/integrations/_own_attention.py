@@ -235,7 +235,7 @@ def model_types(config: object) -> set[str]:
 
 _MERGES_MASKS = frozenset({
     "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "git", "lasr_encoder",
-    "t5gemma2_decoder",
+    "siglip2_vision_model", "t5gemma2_decoder",
 })  # fmt: skip
 """Model types whose layers compute with their masks and then call the attention interface."""
 

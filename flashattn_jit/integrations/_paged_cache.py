@@ -167,10 +167,10 @@ class PagedCache(OverPages):
         _, real = self._open
         if q_len > 1 or layer not in self._checked:
             # A model's mask may count from a row's first token: it is checked once there is one.
-            firsts = ((i, x.first) for i, x in enumerate(self._batch) if x.first is not None)
-            row, first_of_row = next(firsts, (0, None))
-            if first_of_row is not None:
-                check_mask(self.pages, layer, mask, first_of_row, row)
+            firsts = {i: x.first for i, x in enumerate(self._batch) if x.first is not None}
+            if firsts:
+                new = range(self.length, self.length + q_len)
+                check_mask(self.pages, layer, mask, firsts, new)
                 self._checked.add(layer)
         everything = bool(real.all())
         pack = functools.partial(_packed, real=None if everything else real)
@@ -460,7 +460,7 @@ class PackedCache(OverPages):
         if layer not in self._checked:
             if mask is None:
                 raise InputError(f"layer {layer} has no mask, which generate_batch needs")
-            check_mask(self.pages, layer, mask, 0, 0)
+            check_mask(self.pages, layer, mask, {0: 0}, range(0))
             self._checked.add(layer)
         if self.paged.has(layer):
             raise InputError(

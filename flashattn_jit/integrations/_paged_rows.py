@@ -291,20 +291,26 @@ def _check_layers(cache: Cache, config: Any) -> None:
         )
 
 
-def check_mask(cache: Cache, layer: int, mask: LazyMask, first: int, row: int) -> None:
-    """Raises InputError where a layer's mask is not that of its group, by 512 pairs of positions,
-    or the model has another number of layers.
+def check_mask(
+    cache: Cache, layer: int, mask: LazyMask, firsts: dict[int, int], new: range
+) -> None:
+    """Raises InputError where a layer's mask is not that of its group, by 512 pairs of positions
+    and pairs of each new token, or the model has another number of layers.
 
-    first: the position of the first real token of batch entry `row`, from which the cache counts.
+    firsts: for some entries of the batch the position of its first real token, from which the cache
+    counts. new: the positions of the tokens of this forward pass.
     """
     if mask.config is not None:
         _check_layers(cache, mask.config)
     group = cache.spec.groups[cache.group_of(layer)]
     hook = as_variant(group.variant).hooks().get("mask_mod")
-    queries, keys = _pairs(cache.max_kv_len)
+    rows, queries, keys = _pairs(cache.max_kv_len, firsts, new)
     zero = torch.zeros(1, dtype=torch.int64, device="cpu")
+    first = torch.zeros(max(firsts) + 1, dtype=torch.int64, device="cpu")
+    first[list(firsts)] = torch.tensor(list(firsts.values()), device="cpu")
+    first = first[rows]
     try:
-        wanted = mask.mask_function(zero + row, zero, queries + first, keys + first)
+        wanted = mask.mask_function(rows, zero, queries + first, keys + first)
     except IndexError as error:
         raise InputError(
             f"layer {layer}: the model's mask reads a tensor of this forward pass, which is "
@@ -324,8 +330,14 @@ def check_mask(cache: Cache, layer: int, mask: LazyMask, first: int, row: int) -
         )
 
 
-def _pairs(max_kv_len: int) -> tuple[Tensor, Tensor]:
-    """512 positions of queries and of keys: half of them near each other."""
+def _pairs(
+    max_kv_len: int, firsts: dict[int, int], new: range
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Entries of the batch, with positions of queries and keys that count from `firsts`.
+
+    512 pairs of the first entry, half of them near each other; of each new token of each entry the
+    tokens around it and the first one, as a mask may depend on the tokens of one entry.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     queries = torch.randint(0, max_kv_len, (512,), generator=generator, device="cpu")
     far = torch.randint(-2, 64, (512,), generator=generator, device="cpu")
@@ -333,4 +345,12 @@ def _pairs(max_kv_len: int) -> tuple[Tensor, Tensor]:
     spread = 2.0 ** (torch.rand(512, generator=generator, device="cpu") * 16)
     near = torch.where(far < 32, far, spread.long())
     keys[::2] = (queries - near)[::2].clamp(0, max_kv_len - 1)
-    return queries, keys
+    found = [(torch.full_like(queries, next(iter(firsts))), queries, keys)]
+    for row, first in firsts.items():
+        own = torch.arange(max(new.start - first, 0), new.stop - first, device="cpu")
+        around = (own - 1, own, own + 1, torch.zeros_like(own))
+        own, others = own.repeat(len(around)), torch.cat(around)
+        there = (others >= 0) & (others < new.stop - first)
+        found.append((torch.full_like(own, row)[there], own[there], others[there]))
+    rows, queries, keys = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return rows, queries, keys

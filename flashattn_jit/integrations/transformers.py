@@ -379,18 +379,16 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _expand(name: str, values: Tensor, query: Tensor, kv_len: int) -> Tensor:
-    """[batch or 1, num_q_heads or 1, q_len or 1, keys] as [batch, num_q_heads, q_len, kv_len]."""
-    batch, heads, q_len = query.shape[:3]
-    fits = values.ndim == 4 and (values.shape[3] == 1 or values.shape[3] >= kv_len)
-    if not fits or any(
-        size not in (1, wanted)
-        for size, wanted in zip(values.shape[:3], (batch, heads, q_len), strict=True)
-    ):
+    """`values`, each size of which may be 1, as [batch, num_q_heads, q_len, kv_len]."""
+    shape = (*query.shape[:3], kv_len)
+    if values.ndim != 4 or any(x not in (1, n) for x, n in zip(values.shape, shape, strict=True)):
+        batch, heads, q_len = shape[:3]
         raise InputError(
             f"{name} has shape {list(values.shape)}; it must be [batch={batch} or 1, num_q_heads="
-            f"{heads} or 1, q_len={q_len} or 1, kv_len={kv_len} or more]"
+            f"{heads} or 1, q_len={q_len} or 1, kv_len={kv_len} or 1]: this layer holds the newest "
+            f"{kv_len} keys"
         )
-    return values[..., :kv_len].expand(batch, heads, q_len, kv_len)
+    return values.expand(shape)
 
 
 def _check_sizes(mask: LazyMask, query: Tensor, kv_len: int) -> None:

@@ -216,6 +216,22 @@ class DerivedConfig(transformers.LlamaConfig):
     model_type = "llama_of_my_own"
 
 
+@torch.no_grad()
+def test_a_pooling_head_that_repeats_the_mask() -> None:
+    """That of SigLIP 2, for images of several sizes."""
+    config = transformers.Siglip2VisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        patch_size=2, num_patches=16,
+    )  # fmt: skip
+    pixels, there = torch.randn(2, 16, 12), torch.ones(2, 16, dtype=torch.int64)
+    there[1, 12:] = 0
+    sizes = torch.tensor([[4, 4], [3, 4]])
+    model = transformers.Siglip2VisionModel(config).eval()
+    wanted = model(pixels, there, sizes).pooler_output
+    model.set_attn_implementation(NAME)
+    torch.testing.assert_close(model(pixels, there, sizes).pooler_output, wanted)
+
+
 def test_code_that_runs_is_judged_and_not_what_it_is_made_from() -> None:
     assert _sources.calls_the_interface(Calling)
     assert not _sources.calls_the_interface(Overriding)

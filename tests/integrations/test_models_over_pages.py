@@ -203,4 +203,25 @@ def test_a_mask_that_reads_tensors_of_the_forward_pass() -> None:
     blocks = torch.zeros(9, dtype=torch.bool)
     mask = LazyMask(1, 9, 9, 0, 0, lambda b, h, q_idx, kv_idx: blocks[kv_idx], None)
     with pytest.raises(InputError, match="layer 1: the model's mask reads a tensor"):
-        check_mask(cache_of_two().pages, 1, mask, 0, 0)
+        check_mask(cache_of_two().pages, 1, mask, {0: 0}, range(9))
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_mask_that_depends_on_the_tokens_of_one_row(row: int) -> None:
+    """Two tokens of an image that see each other, as in Gemma 3, in a cache without room left:
+    all positions of the mask's tensor exist."""
+    block = torch.full((2, 64), -1)
+    block[row, 40:42] = 0
+
+    def mask_function(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        same = (block[b, q_idx] == block[b, kv_idx]) & (block[b, q_idx] >= 0)
+        return (q_idx >= kv_idx) | same
+
+    mask = LazyMask(2, 64, 64, 0, 0, mask_function, None)
+    pages = cache_of_two().pages
+    with pytest.raises(InputError, match="the model's mask keeps key 41 of query 40"):
+        check_mask(pages, 1, mask, {0: 0, 1: 0}, range(64))
+    block[row] = -1
+    check_mask(pages, 1, mask, {0: 0, 1: 0}, range(64))

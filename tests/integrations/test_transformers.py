@@ -266,6 +266,19 @@ def test_a_new_padding_neither_retraces_nor_recompiles() -> None:
     assert kernels.counters.misses == before
 
 
+@torch.no_grad()
+def test_an_exported_model_takes_padding_of_other_values() -> None:
+    _, ours = build(DECODERS["mistral"])
+    ids = tokens()
+    given = {"attention_mask": padding("left"), "use_cache": False}
+    exported = torch.export.export(ours, (ids,), given, strict=False).module()
+    for mask in (padding("left"), padding("right"), torch.ones_like(ids)):
+        given["attention_mask"] = mask
+        torch.testing.assert_close(
+            exported(ids, **given).logits, ours(ids, **given).logits, atol=1e-5, rtol=1e-5
+        )
+
+
 def test_a_mask_that_cannot_be_traced_raises_with_the_reason() -> None:
     def even(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return k <= q if bool(q > k) else k < q
@@ -287,7 +300,7 @@ def test_what_is_not_served_is_an_error() -> None:
         forward(layer(), q, q, q, None, cache=object())
     with pytest.raises(InputError, match="attention_mask is of type list; it must be a tensor"):
         forward(layer(), q, q, q, [[True]])
-    for shape in ((2, 1, 4, 6), (1, 3, 4, 6), (1, 1, 3, 6), (1, 1, 4, 3), (4, 6)):
+    for shape in ((2, 1, 4, 4), (1, 3, 4, 4), (1, 1, 3, 4), (1, 1, 4, 3), (1, 1, 4, 6), (4, 4)):
         with pytest.raises(InputError, match=r"attention_mask has shape .* must be \[batch=1 or 1"):
             forward(layer(), q, q, q, torch.zeros(shape))
         with pytest.raises(InputError, match="position_bias has shape"):
