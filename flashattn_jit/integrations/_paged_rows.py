@@ -330,9 +330,7 @@ def check_mask(
         )
 
 
-def _pairs(
-    max_kv_len: int, firsts: dict[int, int], new: range
-) -> tuple[Tensor, Tensor, Tensor]:
+def _pairs(max_kv_len: int, firsts: dict[int, int], new: range) -> tuple[Tensor, Tensor, Tensor]:
     """Entries of the batch, with positions of queries and keys that count from `firsts`.
 
     512 pairs of the first entry, half of them near each other; of each new token of each entry the

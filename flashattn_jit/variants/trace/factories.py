@@ -21,7 +21,15 @@ from flashattn_jit.variants.trace.operations import (
     to_dtype,
     val,
 )
-from flashattn_jit.variants.trace.values import Captured, Number, Value, pinned, tracer, updated_by
+from flashattn_jit.variants.trace.values import (
+    HANDLERS,
+    Captured,
+    Number,
+    Value,
+    pinned,
+    tracer,
+    updated_by,
+)
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.trace.tracer import Tracer
@@ -100,6 +108,21 @@ def _full_like(input: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> V
     return _filled(x.shape, fill_value, dtype, x)
 
 
+@op("fill", elementwise=False)
+def _fill(input: Any, value: Any) -> Value:
+    return _full_like(input, value)
+
+
+@op("zero", elementwise=False)
+def _zero(input: Any) -> Value:
+    return _full_like(input, 0)
+
+
+@op("copy", elementwise=False)
+def _copy(input: Any, src: Any, non_blocking: bool = False) -> Value:
+    return val(src)
+
+
 @op("new_full", elementwise=False)
 def _new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
     return _filled(size, fill_value, dtype, val(input))
@@ -136,7 +159,7 @@ def _as_tensor(data: Any, *, dtype: Any = None, **_: Any) -> Value:
 def _broadcast_tensors(*tensors: Any) -> tuple[Value, ...]:
     values = [val(x) for x in tensors]
     shape = tracer().broadcast_shape([v.shape for v in values])
-    return tuple(tracer().expand(v, shape) for v in values)
+    return tuple(HANDLERS["expand"](v, shape) for v in values)
 
 
 op("is_tensor", elementwise=False)(lambda x: True)

@@ -531,33 +531,38 @@ def to_dtype(x: Value, dtype: torch.dtype) -> Value:
 def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
     x = val(input)
     for a in (*args, kwargs.get("dtype"), kwargs.get("other")):
-        if isinstance(a, torch.dtype):
-            return to_dtype(x, a)
-        if hasattr(a, "dtype"):
-            return to_dtype(x, a.dtype)
-    return x
+        if isinstance(a, torch.dtype) or hasattr(a, "dtype"):
+            converted = _type(x, a if isinstance(a, torch.dtype) else a.dtype)
+            break
+    else:
+        converted = x
+    copies = kwargs.get("copy") or any(a is True for a in args[2:])
+    if copies and converted is x:
+        return Value(x.node, x.name, x.shape, bound=x.bound)
+    return converted
 
 
 @op("type_as")
 def _type_as(input: Any, other: Any) -> Value:
-    return to_dtype(val(input), other.dtype)
+    return _type(input, other.dtype)
 
 
 @op("type")
 def _type(input: Any, dtype: Any) -> Value:
-    return to_dtype(val(input), dtype)
+    x = val(input)
+    if x.dtype == dtype and x.bound is None and not x.weak:
+        return x  # as torch: the same tensor
+    return to_dtype(x, dtype)
 
 
 for _name, _dtype in {
-    "float": torch.float32, "double": torch.float64, "half": torch.float32,
-    "bfloat16": torch.float32, "int": torch.int32, "long": torch.int64, "short": torch.int16,
+    "float": torch.float32, "double": torch.float64, "half": torch.float16,
+    "bfloat16": torch.bfloat16, "int": torch.int32, "long": torch.int64, "short": torch.int16,
     "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
 }.items():  # fmt: skip
     op(_name)(partial(_type, dtype=_dtype))
 
 
-@op("clone", "detach", "contiguous", "alias", "cpu", "cuda", "requires_grad_", "lift_fresh",
-    "resolve_conj", "resolve_neg")  # fmt: skip
+@op("cpu", "cuda", "requires_grad_", "lift_fresh", "resolve_conj", "resolve_neg", "clone")
 def _same(input: Any, *args: Any, **kwargs: Any) -> Value:
-    x = val(input)
-    return Value(x.node, x.name, x.shape, bound=x.bound)
+    return val(input)

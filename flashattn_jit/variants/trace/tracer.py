@@ -347,8 +347,7 @@ class Tracer:
         target = args[0]
         if type(target) is not Value:
             self.refuse_mutation(name)
-        updated = stored(target, self.expand(self.as_value(result), target.shape))
-        target.node, target.name, target.bound = updated.node, updated.name, updated.bound
+        vectors.write(target, stored(target, self.expand(self.as_value(result), target.shape)))
         return target
 
     def run_host(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:

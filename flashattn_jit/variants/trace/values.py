@@ -10,6 +10,7 @@ import contextvars
 import inspect
 import math
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -136,10 +137,11 @@ class Value(_Proxy):
 
     A value of one element is a scalar node whatever its shape; others are vectors, row-major.
     weak: it is a Python number, which promotes as such. bound: of an int64 of positions that is
-    computed as int32 (`positions.py`); None for other values.
+    computed as int32 (`positions.py`); None for other values. root, places: where it is a view, the
+    value whose memory it shares, which is none, and its element numbers there. views: those of it.
     """
 
-    __slots__ = ("bound", "name", "node", "shape", "weak")
+    __slots__ = ("__weakref__", "bound", "name", "node", "places", "root", "shape", "views", "weak")
 
     def __init__(
         self, node: int, name: str, shape: Shape = (), weak: bool = False,
@@ -150,6 +152,9 @@ class Value(_Proxy):
         self.name = name  # the IR dtype
         self.shape = torch.Size(shape)
         self.weak = weak
+        self.root: Value | None = None
+        self.places: torch.Tensor | None = None
+        self.views: list[weakref.ref[Value]] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -385,7 +390,7 @@ def _method(name: str, handler: Handler) -> Callable[..., Any]:
         def operator(self: Any, *others: Any) -> Any:
             if others and not isinstance(others[0], _OPERANDS):
                 return NotImplemented  # another class may define the reflected operator
-            return handler(self, *others)
+            return _apart(name, handler(self, *others), (self, *others))
 
         return operator
 
@@ -407,13 +412,28 @@ def _inplace(name: str) -> Callable[..., Any]:
 def run_handler(name: str, handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The handler's result. Raises TypeError for arguments that do not fit the function `name`."""
     try:
-        return handler(*args, **kwargs)
+        return _apart(name, handler(*args, **kwargs), (*args, *kwargs.values()))
     except TypeError:
         try:  # Python's own message names the handler
             inspect.signature(handler).bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{name}(): {error}") from None
         raise
+
+
+RETURN_ARGUMENTS = frozenset({
+    "to", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool",
+    "type", "type_as", "contiguous", "cpu", "cuda", "requires_grad_", "lift_fresh", "resolve_conj",
+    "resolve_neg", "positive", "__pos__", "as_tensor",
+})  # fmt: skip
+"""What may return its argument, as torch does: in-place operations on the result change both."""
+
+
+def _apart(name: str, result: Any, args: Sequence[Any]) -> Any:
+    """The result of an operation, of its own where torch makes a tensor."""
+    if type(result) is not Value or name in RETURN_ARGUMENTS or not any(result is x for x in args):
+        return result
+    return Value(result.node, result.name, result.shape, result.weak, result.bound)
 
 
 def _captured(name: str) -> Callable[..., Any]:

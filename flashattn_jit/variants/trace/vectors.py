@@ -9,7 +9,8 @@ concatenations.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -190,18 +191,44 @@ def ints(*args: Any) -> tuple[int, ...]:
 
 def _moved(name: str, input: Any, *args: Any, **kwargs: Any) -> Any:
     """The result of the Tensor method `name`, which torch applies to the element numbers."""
-    v = val(input)
     args, kwargs = map_tree((args, kwargs), lambda x: x if x is None else int(x))
+    return _rearranged(val(input), lambda numbers: getattr(numbers, name)(*args, **kwargs))
+
+
+def _rearranged(v: Value, arrange: Callable[[torch.Tensor], Any]) -> Any:
+    """What `arrange` makes of the element numbers of `v`: views of it where torch's are views."""
     with torch._C.DisableTorchFunction():
-        moved = getattr(torch.from_numpy(element_numbers(v)), name)(*args, **kwargs)
-        return map_tree(moved, lambda numbers: take(v, numbers.numpy()))
+        own = torch.from_numpy(element_numbers(v))
+        memory = own if v.places is None else v.places
+        moved = arrange(own)
+        there = moved if memory is own else arrange(memory)
+        if isinstance(moved, torch.Tensor):
+            return _part(v, moved, there, memory)
+        return tuple(_part(v, m, t, memory) for m, t in zip(moved, there, strict=True))
+
+
+def _part(v: Value, numbers: torch.Tensor, places: torch.Tensor, memory: torch.Tensor) -> Value:
+    made = take(v, numbers.numpy())
+    if places.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
+        made.root = v if v.root is None else v.root
+        made.places = places
+        made.root.views.append(weakref.ref(made))
+    return made
+
+
+@op("contiguous", elementwise=False)
+def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Value:
+    v = val(input)
+    with torch._C.DisableTorchFunction():
+        is_contiguous = v.places is None or v.places.is_contiguous()
+    return v if is_contiguous else take(v, element_numbers(v))
 
 
 for _name in (
     "reshape", "view", "flatten", "ravel", "unflatten", "unsqueeze", "squeeze", "expand",
     "broadcast_to", "t", "movedim", "moveaxis", "transpose", "swapaxes", "swapdims", "permute",
     "flip", "roll", "repeat_interleave", "repeat", "tile", "narrow", "select", "split_with_sizes",
-    "chunk", "unbind",
+    "chunk", "unbind", "detach",
 ):  # fmt: skip
     op(_name, elementwise=False)(partial(_moved, _name))
 
@@ -211,9 +238,14 @@ def _reshape_as(input: Any, other: Any) -> Value:
     return _moved("reshape", input, other.shape)  # type: ignore[no-any-return]
 
 
+@op("alias", elementwise=False)
+def _alias(input: Any) -> Value:
+    return _moved("detach", input)  # type: ignore[no-any-return]
+
+
 @op("expand_as", elementwise=False)
 def _expand_as(input: Any, other: Any) -> Value:
-    return expand(val(input), tuple(val(other).shape))
+    return _moved("expand", input, val(other).shape)  # type: ignore[no-any-return]
 
 
 @op("split", elementwise=False)
@@ -223,8 +255,8 @@ def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> tuple[Valu
 
 @op("__getitem__", elementwise=False)
 def _getitem(input: Any, index: Any) -> Value:
-    v = val(input)
-    return take(v, np.asarray(element_numbers(v)[_static_index(index)]))
+    items = _static_index(index)
+    return _rearranged(val(input), lambda numbers: numbers[items])  # type: ignore[no-any-return]
 
 
 @op("cat", "concat", "concatenate", elementwise=False)
@@ -269,10 +301,10 @@ def _static_index(index: Any) -> Any:
                 tracer().refuse("a slice with a negative step", "use `.flip(-1)`, as torch wants")
             parts = (i.start, i.stop, i.step)
             out.append(slice(*(None if p is None else int(p) for p in parts)))
-        elif i is None or i is Ellipsis:
+        elif i is None or i is Ellipsis or isinstance(i, bool):
             out.append(i)
         elif isinstance(i, tuple | list):
-            out.append([int(j) for j in i])
+            out.append([j if isinstance(j, bool) else int(j) for j in i])
         else:
             out.append(int(i))
     return tuple(out)
@@ -280,17 +312,53 @@ def _static_index(index: Any) -> Any:
 
 @op("__setitem__", elementwise=False)
 def _setitem(input: Any, index: Any, value: Any) -> None:
-    v = full(val(input))
-    numbers = element_numbers(v)
-    places = numbers[_static_index(index)]
-    new = full(expand(stored(v, val(value)), np.shape(places)))
+    if type(input) is not Value:
+        tracer().refuse_mutation("__setitem__")
+    _put(input, _static_index(index), val(value))
+
+
+def write(target: Value, new: Value) -> None:
+    """Give `target` the value `new`, of its shape, in place: what shares its memory changes too."""
+    if target.root is not None:
+        _put(target, (Ellipsis,), new)
+        return
+    target.node, target.name, target.bound = new.node, new.name, new.bound
+    _follow(target)
+
+
+def _put(target: Value, items: tuple[Any, ...], value: Value) -> None:
+    root = target if target.root is None else target.root
+    v = full(root)
+    with torch._C.DisableTorchFunction():
+        memory = torch.from_numpy(element_numbers(v))
+        places = (memory if target.places is None else target.places)[items].numpy()
+    if len(np.unique(places)) < places.size:
+        tracer().refuse(
+            "an in-place operation on a value that is expanded: elements share memory",
+            "change a copy: `x = x.clone()`",
+        )
+    new = full(expand(stored(v, value), np.shape(places)))
     v = v if v.name == new.name else cast(v, new.name)
     bound = None if v.bound is None else largest((v.bound, magnitude(new)))
     count = math.prod(v.shape)
     both = concatenate([v.node, new.node], v.name)
     flat = Value(both, v.name, (count + places.size,), bound=bound)
-    numbers[_static_index(index)] = count + np.arange(places.size).reshape(np.shape(places))
-    input.node, input.name, input.bound = take(flat, numbers).node, v.name, bound
+    numbers = np.arange(count)
+    numbers[places.ravel()] = count + np.arange(places.size)
+    whole = take(flat, numbers.reshape(v.shape))
+    root.node, root.name, root.bound = whole.node, v.name, bound
+    _follow(root)
+
+
+def _follow(root: Value) -> None:
+    """Read the views of a value again after it has changed."""
+    for reference in root.views:
+        view = reference()
+        if view is not None and view.places is not None:
+            with torch._C.DisableTorchFunction():
+                places = view.places.numpy()
+            now = take(root, places)
+            view.node, view.name, view.bound = now.node, now.name, now.bound
 
 
 # --- reductions: sums, extrema, norms, dot products ----------------------------------------------

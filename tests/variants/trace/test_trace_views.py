@@ -1,0 +1,197 @@
+"""In-place operations on values that share memory: as in eager torch, all of them change."""
+
+# Hooks are written as users write them: lambdas of tensors.
+# mypy: disable-error-code="no-untyped-call,no-untyped-def"
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashattn_jit.errors import TraceError
+from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.variant import variant
+from tests.harness import rotation
+from tests.variants.ir_eval import evaluate
+from tests.variants.trace.trace_oracle import compare
+
+D = 8
+DIMS = Dims(1, 1, 1, 3, 7, D, D)
+
+
+def changed(take, change):
+    """A hook that takes something of a row, changes it in place, and returns both."""
+
+    def hook(x, b, h, i):
+        part = take(x)
+        change(part)
+        return x + part.sum()
+
+    return hook
+
+
+TAKEN = {
+    "slice": lambda x: x[:4],
+    "steps": lambda x: x[1::2],
+    "all": lambda x: x[...],
+    "list": lambda x: x[[0, 1, 2]],
+    "mask": lambda x: x[[True, False] * 4],
+    "view": lambda x: x.view(2, 4),
+    "new axis": lambda x: x[None],
+    "bool axis": lambda x: x[True],
+    "chunk": lambda x: x.chunk(2)[1],
+    "split": lambda x: torch.split(x, [3, 5])[0],
+    "unbind": lambda x: x.view(4, 2).unbind(1)[0],
+    "select": lambda x: x.select(0, 2),
+    "narrow": lambda x: x.narrow(0, 4, 2),
+    "transposed": lambda x: x.view(4, 2).t()[0],
+    "transposed, as rows": lambda x: x.view(4, 2).t().reshape(-1),
+    "rows again": lambda x: x.view(4, 2).reshape(-1),
+    "permuted": lambda x: x.view(2, 2, 2).permute(2, 0, 1)[1],
+    "T": lambda x: x.view(2, 4).T,
+    "unflattened": lambda x: x.unflatten(0, (2, 4))[1],
+    "flattened": lambda x: x.view(2, 4).flatten(),
+    "squeezed": lambda x: x.unsqueeze(0).squeeze(0),
+    "view of a view": lambda x: x[2:6][1:3],
+    "detached": lambda x: x.detach(),
+    "contiguous": lambda x: x.contiguous(),
+    "of strides": lambda x: x[::2].contiguous(),
+    "float": lambda x: x.float(),
+    "double": lambda x: x.double(),
+    "half": lambda x: x.half().float(),
+    "to": lambda x: x.to(torch.float32),
+    "to, copied": lambda x: x.to(torch.float32, copy=True),
+    "positive": lambda x: +x,
+    "as_tensor": lambda x: torch.as_tensor(x),
+    "broadcast": lambda x: torch.broadcast_tensors(x)[0],
+    "cloned": lambda x: x.clone(),
+    "flipped": lambda x: x.flip(0),
+    "rolled": lambda x: x.roll(1),
+    "relu": torch.relu,
+    "largest": lambda x: x.amax(),
+    "element": lambda x: x[3].sum(),
+    "stacked": lambda x: torch.stack([x])[0],
+    "joined": lambda x: torch.cat([x]),
+}
+CHANGES = {
+    "+=": lambda x: x.__iadd__(2),
+    "mul_": lambda x: x.mul_(x.sum()),
+    "fill_": lambda x: x.fill_(3.0),
+    "zero_": lambda x: x.zero_(),
+    "copy_": lambda x: x.copy_(x * 2 + 1),
+    "[...]": lambda x: x.__setitem__(..., 5.0),
+    "clamp_": lambda x: x.clamp_(min=0.0),
+}
+
+
+def assert_rows_equal_eager(hook):
+    bound = variant(query_mod=hook).bind(DIMS)
+    rows = torch.randn(1, 1, 3, D, generator=torch.Generator().manual_seed(1)).mul(8).round() / 8
+    zero = torch.zeros(1, 1, 3, dtype=torch.int32)
+    graph = bound.ir.hook("query_mod")
+    assert graph is not None
+    inputs = {"row": rows, "b": zero, "h": zero, "q_idx": zero + torch.arange(3)}
+    got = evaluate(graph, inputs, bound.tensors, bound.scalars).expand(rows.shape)
+    wanted = [hook(row.clone(), 0, 0, torch.tensor(i)) for i, row in enumerate(rows[0, 0])]
+    torch.testing.assert_close(got[0, 0], torch.stack(wanted).float())
+
+
+@pytest.mark.parametrize("take", TAKEN)
+@pytest.mark.parametrize("change", rotation.some(list(CHANGES), 3))
+def test_what_shares_memory_changes(take, change):
+    assert_rows_equal_eager(changed(TAKEN[take], CHANGES[change]))
+
+
+def base_changes(x, b, h, i):
+    z = x[:4]
+    x *= 2
+    return torch.cat([z, x[4:]])
+
+
+def parts_of_one_row(x, b, h, i):
+    a, c = x.chunk(2)
+    a *= 2
+    c -= a
+    return torch.cat([c, a]) + x
+
+
+def columns(x, b, h, i):
+    y = x.view(2, 4)
+    first = y[:, 0].clone()
+    y[:, 0] = y[:, 1]
+    y[:, 1] = first
+    y[1, 2] = 7
+    return x
+
+
+def pairs(x, b, h, i):
+    even, odd = x[::2], x[1::2]
+    even += odd
+    odd *= even
+    return x
+
+
+def relu_in_place(x, b, h, i):
+    F.relu(x.view(4, 2), inplace=True)
+    return x
+
+
+@pytest.mark.parametrize("hook", [base_changes, parts_of_one_row, columns, pairs, relu_in_place])
+def test_rows_in_parts(hook):
+    assert_rows_equal_eager(hook)
+
+
+def test_random_views_and_changes():
+    generator = random.Random(rotation.seed())
+    takes = [take for name, take in TAKEN.items() if name != "half"]  # kernels do not round
+    changes = list(CHANGES.values())
+    for _ in range(60):
+        steps = [
+            (generator.random() < 0.5, generator.choice(takes), generator.choice(changes),
+             generator.random())
+            for _ in range(6)
+        ]  # fmt: skip
+
+        def hook(x, b, h, i, steps=steps):
+            found = [x]
+            for takes_part, take, change, which in steps:
+                one = found[int(which * len(found))]
+                if not takes_part:
+                    change(one)
+                elif one.shape == (D,):
+                    found.append(take(one))
+            return x + sum(y.sum() for y in found)
+
+        assert_rows_equal_eager(hook)
+
+
+def counted(s, b, h, q, k):
+    d = k - q
+    d.view(1).add_(h)
+    both = torch.stack([q, d])
+    both[0] += k
+    both.flip(0).add_(9)
+    return s + both.sum()
+
+
+def summed(s, b, h, q, k):
+    y = s.sum()
+    y += 1
+    return s * y
+
+
+@pytest.mark.parametrize("hook", [counted, summed])
+def test_numbers(hook):
+    compare(hook)
+
+
+def test_expanded_values_cannot_be_changed():
+    def hook(x, b, h, i):
+        x[:1].expand(4).add_(1)
+        return x
+
+    with pytest.raises(TraceError, match=r"elements share memory.*clone"):
+        variant(query_mod=hook).bind(DIMS)
