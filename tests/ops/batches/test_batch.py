@@ -451,7 +451,7 @@ LARGEST_BITS = {
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", [*SPARSITIES, "cascade"])
+@pytest.mark.parametrize("name", rotation.chosen([*SPARSITIES, "cascade"], 3))
 def test_a_captured_run_replays_plans_of_any_kind(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

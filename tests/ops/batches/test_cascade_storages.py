@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flashattn_jit as fa
+from tests.harness import rotation
 from tests.harness.toolkit import needs_nvcc
 
 HEADS, KV_HEADS, D, PAGE = 4, 2, 32, 4
@@ -151,7 +152,7 @@ def test_levels_of_two_storages(kinds: str, name: str) -> None:
 
 @needs_nvcc
 @pytest.mark.parametrize(
-    ("kinds", "name"), [("rp", "hooked"), ("prp", "sigmoid"), ("rpr", "plain")]
+    ("kinds", "name"), rotation.turn(4, [("rp", "hooked"), ("prp", "sigmoid"), ("rpr", "plain")])
 )
 def test_levels_of_two_storages_on_emulated_kernels(kinds: str, name: str) -> None:
     mixed, variant = Mixed(kinds, torch.bfloat16), VARIANTS[name]

@@ -64,7 +64,7 @@ def check(out: Tensor, q: Tensor, rows: list[Tensor], dim_v: int, variant: Any =
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dims", rotation.chosen(HEAD_DIMS, 2), ids=str)
-@pytest.mark.parametrize("storage", ["paged", "ragged"])
+@pytest.mark.parametrize("storage", rotation.turn(3, ["paged", "ragged"]))
 def test_values_are_columns_of_keys(target: str, dims: tuple[int, int], storage: str) -> None:
     dtype = torch.float16 if target.endswith("86") else torch.bfloat16
     batch = made(target, dims, q_dtype=dtype)
@@ -80,7 +80,7 @@ def test_values_are_columns_of_keys(target: str, dims: tuple[int, int], storage:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("code", [("int8", 64), ("e4m3", None)], ids=str)
+@pytest.mark.parametrize("code", rotation.turn(2, [("int8", 64), ("e4m3", None)]), ids=str)
 def test_quantised_rows(target: str, code: tuple[str, int | None]) -> None:
     form = fa.kv.Format(code[0], group=code[1])
     batch = made(target, (320, 256), kv_format=form)

@@ -335,7 +335,7 @@ def check_dense(name: str, q_len: int, q_offset: Any, offsets: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("how", DENSE_OFFSETS)
-@pytest.mark.parametrize("name", rotation.chosen(list(MEANINGS), 3))
+@pytest.mark.parametrize("name", rotation.chosen(list(MEANINGS), 5))
 def test_dense(name: str, how: str) -> None:
     check_dense(name, *DENSE_OFFSETS[how])
 
@@ -366,7 +366,7 @@ def packed_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", PACKED_OFFSETS)
-@pytest.mark.parametrize("name", rotation.chosen(list(PACKED), 2))
+@pytest.mark.parametrize("name", rotation.chosen(list(PACKED), 4))
 def test_packed(name: str, how: str) -> None:
     meaning, (q_offset, offsets) = MEANINGS[name], PACKED_OFFSETS[how]
     q, k, v = packed_inputs()
