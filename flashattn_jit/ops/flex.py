@@ -115,10 +115,8 @@ def run_flex(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(out, lse or None, max_scores or None) of `flex_attention`. swap, direct: see `run_dense`."""
     q, k, v = torch_inputs.prepare(query, key, value, bool(direct))
-    dims = _check_flex(q, k, v, block_mask, enable_gqa)
+    k, v, dims = _check_flex(q, k, v, block_mask, enable_gqa, bool(direct))
     _check_mod(score_mod)
-    if k.shape[0] != dims.batch:
-        k, v = k.expand(dims.batch, -1, -1, -1), v.expand(dims.batch, -1, -1, -1)
     blocks = Blocks(None, (1, 1), None)
     if block_mask is not None:
         check_mask_device(block_mask, q.device)
@@ -129,9 +127,17 @@ def run_flex(
 
 
 def _check_flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, enable_gqa: bool
-) -> Dims:
-    """FlexAttention's checks, in its order and with its messages, then those of the kernel."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_mask: Any,
+    enable_gqa: bool,
+    direct: bool,
+) -> tuple[torch.Tensor, torch.Tensor, Dims]:
+    """FlexAttention's checks, in its order and with its messages, then those of the kernel.
+
+    Returns k and v, expanded to query's batch, and the dims. direct: see `prepare`.
+    """
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise InputError(
             "query, key, and value must be 4D tensors [batch, heads, length, head_dim], got "
@@ -161,7 +167,7 @@ def _check_flex(
                 "or share one key with key.expand(batch, -1, -1, -1)"
             )
         k, v = k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
-    return dense_requests(dense_form(q, k, v), None, 0).dims
+    return k, v, dense_requests(dense_form(q, k, v, direct), None, 0).dims
 
 
 def _check_mod(score_mod: object) -> None:
