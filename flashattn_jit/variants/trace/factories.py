@@ -146,7 +146,7 @@ def _full(size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
 
 @op("new_tensor", elementwise=False)
 def _new_tensor(input: Any, data: Any, *, dtype: Any = None, **_: Any) -> Value:
-    return cast(val(data), _dtype(dtype, val(data).name))
+    return _filled(val(data).shape, data, dtype, val(input))
 
 
 @op("tensor", "as_tensor", "scalar_tensor", elementwise=False)

@@ -210,7 +210,12 @@ CAPTURES = {
     "likes": lambda s, b, h, q, k: torch.zeros_like(s) + torch.ones_like(q),
     "full_like": lambda s, b, h, q, k: s + torch.full_like(q, 7.9),
     "news": lambda s, b, h, q, k: q.new_zeros(q.shape) + h.new_ones(()) + s.new_full((), 2),
-    "new_tensor": lambda s, b, h, q, k: s + q.new_tensor(3),
+    "new_tensor": lambda s, b, h, q, k: s.new_tensor(3) / 2 + q.new_tensor(3),
+    "new_tensor_dtype": lambda s, b, h, q, k: s.new_tensor(3),
+    "new_tensor_of_ints": lambda s, b, h, q, k: INT32[k].new_tensor(-3.5),
+    "new_tensor_of_positions": lambda s, b, h, q, k: q.new_tensor(3.5) * k,
+    "new_tensor_of_a_vector": lambda s, b, h, q, k: s.new_tensor(OFFSETS).sum(),
+    "new_tensor_with_a_dtype": lambda s, b, h, q, k: s.new_tensor(3.5, dtype=torch.int16) + k,
     "empty_as_index": lambda s, b, h, q, k: TABLE[h.new_zeros(h.shape)],
     "size_of_capture": lambda s, b, h, q, k: s + TABLE[q % TABLE.shape[0]] + len(OFFSETS),
     "size_method": lambda s, b, h, q, k: s + BIAS.size(-1) + BIAS.numel() + BIAS.dim(),
@@ -249,7 +254,7 @@ VECTORS = {
 ALL = {**ARITHMETIC, **LOGIC, **FUNCTIONS, **OF_INTS, **CONVERSIONS, **CAPTURES, **VECTORS}
 
 
-@pytest.mark.filterwarnings("ignore:.*batching rule.*")
+@pytest.mark.filterwarnings("ignore:.*batching rule.*", "ignore:To copy construct from a tensor")
 @pytest.mark.parametrize("name", ALL)
 def test_values_and_dtypes_are_torch_s(name):
     compare(ALL[name], rtol=3e-5, atol=3e-5)
