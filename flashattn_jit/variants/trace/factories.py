@@ -45,7 +45,6 @@ def host_call(
     t: Tracer, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The result of a call whose arguments are all known at bind time; the prelude records it."""
-    name = name or getattr(func, "__name__", "")
     writes = updated_by(name) or name == "__setitem__" or kwargs.get("inplace")
     if args and type(args[0]) is Captured and writes:
         t.refuse_mutation(name)

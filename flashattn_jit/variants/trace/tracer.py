@@ -173,8 +173,6 @@ class Tracer:
             self.refuse("a hook that returns nothing", "return the value", user_frame=False)
         value = self.as_value(result)
         wanted = (row_length,) if kind in ir.ROW_HOOKS else ()
-        if kind in ir.ROW_HOOKS and math.prod(value.shape) == row_length and value.shape != wanted:
-            value = Value(value.node, value.name, wanted) if len(value.shape) <= 1 else value
         if tuple(value.shape) != wanted and math.prod(value.shape) == math.prod(wanted) == 1:
             value = Value(value.node, value.name, wanted)
         if tuple(value.shape) != wanted:
