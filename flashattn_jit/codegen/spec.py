@@ -282,13 +282,8 @@ def call_target(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str |
     return target
 
 
-def utility_target(tensor: torch.Tensor, target: str | None) -> str:
-    """As `call_target`, for kernels that move data and take any dtype."""
-    return target_on_device(tensor.device, target)
-
-
 def target_on_device(device: torch.device, target: str | None) -> str:
-    """As `call_target`, before there are tensors: dtypes are not checked."""
+    """As `call_target`, of kernels that take any dtype, or before there are tensors."""
     if device.type != "cuda":
         return resolve_target(target)
     return _checked(target, device)

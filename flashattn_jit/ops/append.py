@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from .. import _C
-from ..codegen.spec import MAX_HEAD_DIM, on_cpu, utility_target
+from ..codegen.spec import MAX_HEAD_DIM, on_cpu, target_on_device
 from ..errors import InputError, ParamError
 from ..formats import Codes, Stored
 from ..planner.reachable import CHANGED, appends_dtypes
@@ -170,7 +170,7 @@ class AppendPlan:
                 )
         self._arguments = (q_indptr, paged, target)
         self._device = device
-        self._target = utility_target(torch.empty(0, device=device), target)
+        self._target = target_on_device(device, target)
         self._has_positions = positions is not None
         self._more = self._has_positions or transform is not None
         self._keys = _keys(lengths, positions)

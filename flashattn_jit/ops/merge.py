@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .. import _C
-from ..codegen.spec import Q_DTYPES, on_cpu, utility_target
+from ..codegen.spec import Q_DTYPES, on_cpu, target_on_device
 from ..errors import InputError
 from ..torch_modes import increment_version, is_direct
 from ..variants.ir.dtypes import DTYPE_NAMES
@@ -165,8 +165,8 @@ def merge_into(
     target: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of states that `merge_states` has checked; lse is empty for pointwise states."""
-    target = utility_target(outs[0], target)
     shape, device = outs[0].shape, outs[0].device
+    target = target_on_device(device, target)
     _check_results(outs, lses, mask, dtype, out, lse)
     given = [x for x in (out, lse) if x is not None]
     if out is None:
