@@ -18,10 +18,9 @@ from ..errors import InputError, OutOfPages, SequenceError
 from ..formats import Codes
 from ..ops.arguments.checks import INT32_MAX, check_device, check_int, shown
 from .capacity.costs import recompute_ns
-from .copies import Saved
 from .int_buffer import Ints
 from .levels import StepPlanner
-from .pages import NULL, Layout, Pages
+from .pages import NO_PAGES, NULL, Layout, Pages
 from .policy import LRU, Entry, Policy
 from .reclaim import MaskPages
 from .sequence import Saving, Sequence
@@ -193,10 +192,7 @@ class Cache:
             )
         size = self.spec.page_size
         path = self.tree.match(namespace, tokens) if publish else []
-        there = [
-            np.concatenate([n.pages[g].view[:count] for n, count in path] or [_NO_PAGES])
-            for g in range(len(self.pools))
-        ]
+        there = self._pages_along(path)
         most = max(0, len(tokens) - 1) // size
         count = self._longest(there, min(most, sum(n for _, n in path)))
         self.changing = "open()"
@@ -273,9 +269,12 @@ class Cache:
 
     def find(self, seq: Sequence) -> list[Ints]:
         """The pages of the prefix index that hold the sequence's tokens, by group; 0 for none."""
-        path = self.tree.match(seq.namespace, seq.tokens.view)
+        return self._pages_along(self.tree.match(seq.namespace, seq.tokens.view))
+
+    def _pages_along(self, path: Items[tuple[Node, int]]) -> list[Ints]:
+        """The pages of each group that a match of the prefix index has."""
         return [
-            np.concatenate([n.pages[g].view[:count] for n, count in path] or [_NO_PAGES])
+            np.concatenate([NO_PAGES, *(n.pages[g].view[:count] for n, count in path)])
             for g in range(len(self.pools))
         ]
 
@@ -476,7 +475,7 @@ class Cache:
 
         moved: pages of each group that were copied for it.
         """
-        num_bytes = sum(t.nbytes for x in saved for t in _tensors(x.contents))
+        num_bytes = sum(t.nbytes for x in saved for t in x.contents)
         self.counters.host_bytes += sign * num_bytes
         self.counters.swapped_bytes += sum(n * self.spec.page_bytes(g) for g, n in enumerate(moved))
 
@@ -534,10 +533,3 @@ class Cache:
     def __repr__(self) -> str:
         used = ", ".join(f"{p.num_used} of {p.num_pages} pages used" for p in self.pools)
         return f"<Cache of {len(self._sequences)} sequences: {used}>"
-
-
-_NO_PAGES = np.zeros(0, np.int32)
-
-
-def _tensors(saved: Saved) -> Iterable[torch.Tensor]:
-    return saved

@@ -29,6 +29,7 @@ from .spec import Group
 
 Layout = Literal["page", "layer"]
 NULL = 0
+NO_PAGES = np.zeros(0, np.int32)
 _HUGE_FROM = 8 << 20
 
 

@@ -20,7 +20,7 @@ from ..ops.keys.paged import Paged
 from ..ops.plan import Plan
 from .copies import copy_pages
 from .int_buffer import Ints
-from .pages import NULL
+from .pages import NO_PAGES, NULL
 from .sequence import Sequence
 from .tails import TailAppend
 
@@ -180,7 +180,7 @@ class Step:
         indptr = np.zeros(len(tables) + 1, np.int32)
         np.cumsum(ends - begins, out=indptr[1:])
         last = np.where(ends > begins, (lengths - 1) % size + 1, 0).astype(np.int32)
-        indices = torch.from_numpy(np.concatenate([_NO_PAGES, *parts]))
+        indices = torch.from_numpy(np.concatenate([NO_PAGES, *parts]))
         if self._cache.device.type != "cpu":
             indices = indices.pin_memory().to(self._cache.device, non_blocking=True)
         return Paged(torch.from_numpy(indptr), indices, torch.from_numpy(last), size)
@@ -362,9 +362,6 @@ class Step:
     ) -> None:
         if self.is_open and not self._cache.changing:
             self.abort()
-
-
-_NO_PAGES = np.zeros(0, np.int32)
 
 
 def _read_items(
