@@ -74,7 +74,7 @@ class Sequence:
 
     def pages(self, group: int = 0) -> Ints:
         """The page table of a group, a copy, int32; 0 for pages that the group's mask gave up."""
-        self._check("pages()")
+        self.check_usable("pages()")
         found: Ints = self.tables[self.cache.check_group(group)].view.copy()
         return found
 
@@ -104,7 +104,7 @@ class Sequence:
 
         Raises SequenceError if the sequence is closed, suspended or in an open step.
         """
-        self._check("fork()")
+        self.check_usable("fork()")
         self.cache.changing = "fork()"
         child = self.cache.new_sequence(self.namespace, self.priority)
         child.num_cached = self.num_cached
@@ -145,7 +145,7 @@ class Sequence:
 
     def check_trim(self, kv_len: int) -> int:
         """kv_len as an int. Raises what ``trim(kv_len)`` raises, and changes nothing."""
-        self._check("trim()")
+        self.check_usable("trim()")
         kv_len = check_int("kv_len", kv_len, 0, self.kv_len)
         for group, removed in enumerate(self.removed):
             self._check_trim(group, removed, kv_len)
@@ -181,7 +181,7 @@ class Sequence:
 
         Raises SequenceError if it is closed, suspended or in an open step.
         """
-        self._check("suspend()")
+        self.check_usable("suspend()")
         cache = self.cache
         cache.check_memory("suspend()")
         saved = []
@@ -202,7 +202,7 @@ class Sequence:
             OutOfPages: the cache has too few pages; the sequence stays suspended.
             SequenceError: it is closed or not suspended.
         """
-        self._check("resume()", suspended=True)
+        self.check_usable("resume()", suspended=True)
         assert self.saved is not None
         cache, full = self.cache, self.kv_len // self.cache.spec.page_size
         found = cache.find(self) if self.publishes else [np.zeros(0, np.int32)] * len(self.saved)
@@ -242,7 +242,7 @@ class Sequence:
 
         Raises SequenceError if it is closed already or in an open step.
         """
-        self._check("close()", suspended=None)
+        self.check_usable("close()", suspended=None)
         self.cache.changing = "close()"
         if self.saved is not None:
             self.cache.count_saved(self.saved, -1)
@@ -260,7 +260,7 @@ class Sequence:
 
     # --- checks -----------------------------------------------------------------------------------
 
-    def _check(self, what: str, suspended: bool | None = False) -> None:
+    def check_usable(self, what: str, suspended: bool | None = False) -> None:
         """Raises SequenceError unless the sequence is open, and suspended or not as wanted."""
         self.cache.check_access()
         if self.closed:
@@ -273,10 +273,6 @@ class Sequence:
         if suspended is not None and suspended != self.is_suspended:
             state = "is suspended: resume() it first" if self.is_suspended else "is not suspended"
             raise SequenceError(f"{what} of sequence {self.number}, which {state}")
-
-    def check_usable(self, what: str) -> None:
-        """Raises SequenceError unless the sequence may enter a step."""
-        self._check(what)
 
     def __enter__(self) -> Sequence:
         return self
