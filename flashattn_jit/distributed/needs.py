@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .shares import Ints, Requests, Shares, ranges
+from .shares import Ints, Requests, Shares, entries_of, ranges, starts_of
 
 PAGE_SIZE = 64
 """Keys of a page of most batches; the least that is sent."""
@@ -38,7 +38,7 @@ class Pages(NamedTuple):
 
     def of(self, rank: int) -> tuple[Ints, Ints]:
         """begin and end of the pages that one rank needs."""
-        own = slice(*self.rank.searchsorted([rank, rank + 1]))
+        own = entries_of(self.rank, rank)
         return self.begin[own], self.end[own]
 
 
@@ -121,7 +121,7 @@ class Spans(NamedTuple):
 
     def of(self, rank: int) -> tuple[Ints, Ints]:
         """begin and num_rows of one rank's."""
-        own = slice(*self.peer.searchsorted([rank, rank + 1]))
+        own = entries_of(self.peer, rank)
         return self.begin[own], self.num_rows[own]
 
 
@@ -139,7 +139,7 @@ class Moves(NamedTuple):
 def query_moves(shares: Shares, requests: Requests, rank: int) -> Moves:
     """Query rows, from their homes to the ranks that compute them."""
     begin, end = shares.of(rank)
-    place = (end - begin).cumsum() - (end - begin)
+    place = starts_of(end - begin)
     received = _by_home(begin, end, place, requests.q_shards)
     sent = clipped(shares.rank, shares.begin, shares.end, requests.q_shards, rank)
     return Moves(sent, received, int((end - begin).sum()))
@@ -149,7 +149,7 @@ def key_moves(pages: Pages, requests: Requests, rank: int) -> Moves:
     """Keys, from their homes to the ranks that need them: whole pages, and an empty one."""
     begin, end = pages.of(rank)
     size = pages.page_size
-    place = ((end - begin).cumsum() - (end - begin)) * size
+    place = starts_of(end - begin) * size
     # The last page of a request may be shorter: its slots are not a run with those of the next.
     which, low, high = cut(begin, end, pages.indptr)
     place = place[which] + (low - begin[which]) * size

@@ -24,7 +24,7 @@ from .dealt_batch import DealtBatch, KeySpans, Runs, Whole, runs_of
 from .group import Ranks
 from .needs import PAGE_SIZE, Moves, Pages, Spans, clipped, cut, query_moves
 from .routes import Route, Rows, begin_moves, bring_home, rows_at
-from .shares import Ints, Requests, Shares
+from .shares import Ints, Requests, Shares, starts_of
 
 
 class Step(NamedTuple):
@@ -119,7 +119,7 @@ def plan_ring(
     """Plan the own steps. made: an object without a plan, for rows of these requests."""
     rank, size = ranks.rank, ranks.size
     begin, end = shares.of(rank)
-    place = (end - begin).cumsum() - (end - begin)
+    place = starts_of(end - begin)
     runs = runs_of(requests, begin, end)
     sent = clipped(
         pages.rank, pages.bounds[pages.begin], pages.bounds[pages.end], requests.kv_shards, rank
@@ -178,5 +178,5 @@ def _spans(requests: Requests, low: Ints, high: Ints) -> KeySpans:
     request, first, count = np.unique(of, return_index=True, return_counts=True)
     starts, ends = low[first], high[first + count - 1]
     num_pages = -(-(ends - starts) // PAGE_SIZE)
-    first_page = num_pages.cumsum() - num_pages
+    first_page = starts_of(num_pages)
     return KeySpans(request, starts, ends, first_page, int(num_pages.sum()))

@@ -69,7 +69,7 @@ class Shares(NamedTuple):
 
     def of(self, rank: int) -> tuple[Ints, Ints]:
         """begin and end of the rows of one rank."""
-        own = slice(*self.rank.searchsorted([rank, rank + 1]))
+        own = entries_of(self.rank, rank)
         return self.begin[own], self.end[own]
 
     @property
@@ -198,6 +198,16 @@ def _moved(
             if moved < end:
                 pieces.append((donor, moved, end))
     return pieces
+
+
+def entries_of(ranks: Ints, rank: int) -> slice:
+    """The entries of one rank in `ranks`, which ascend."""
+    return slice(*ranks.searchsorted([rank, rank + 1]))
+
+
+def starts_of(counts: Ints) -> Ints:
+    """0, counts[0], counts[0] + counts[1], ...: where each of some adjacent ranges begins."""
+    return counts.cumsum() - counts
 
 
 def within(counts: Ints) -> Ints:

@@ -17,7 +17,7 @@ from .dealt_batch import DealtBatch, Whole, runs_of
 from .group import Ranks
 from .needs import Pages, cut, key_moves, query_moves, rows_without_others
 from .routes import Route, Rows, begin_moves, bring_home, rows_at
-from .shares import Ints, Requests, Shares
+from .shares import Ints, Requests, Shares, starts_of
 
 _LEAST_SHARE = 0.1
 """The part of a rank's rows from which on rows are computed ahead of the others' arrival."""
@@ -99,7 +99,7 @@ def plan_together(
     """
     rank = ranks.rank
     begin, end = shares.of(rank)
-    place = (end - begin).cumsum() - (end - begin)
+    place = starts_of(end - begin)
     count = int((end - begin).sum())
     early: Spans = np.zeros(0, np.int64), np.zeros(0, np.int64)
     if overlap and ranks.size > 1:
