@@ -8,8 +8,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from .simplify import Clause, Program
-
-_SAFE = 2**61  # sums below it do not saturate
+from .terms import MOST_UNSATURATED
 
 
 class Shift(NamedTuple):
@@ -85,7 +84,7 @@ class _Proof:
             coefs = own.attr("coefs")
             assert isinstance(coefs, tuple)
             size = sum(abs(c) * self.size(x) for c, x in zip(coefs, own.args, strict=True))
-            self.expect(size + abs(own.int_attr("const")) < _SAFE)
+            self.expect(size + abs(own.int_attr("const")) < MOST_UNSATURATED)
             return sum((c * r for c, r in zip(coefs, rates, strict=True)), Fraction(0))
         self.expect(own.op in ("floordiv", "remainder") and rates[1] == 0)
         quotient = self.divide(rates[0], own.args[1])

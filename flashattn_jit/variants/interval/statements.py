@@ -24,10 +24,8 @@ from .simplify import (
     scanned_dim,
     simplify,
 )
-from .terms import I64_MAX, I64_MIN, INT_RANGE
+from .terms import I64_MAX, I64_MIN, INT_RANGE, MOST_UNSATURATED
 from .translate import OWN, kind, select
-
-_SAFE = 2**61
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 """The indices that registers 0 to 3 hold."""
@@ -277,7 +275,7 @@ class _Writer:
         values = [(self.value(scope, t), c) for t, c in parts.items()]
         const = n.int_attr("const")
         size = sum(abs(c * x) for t, c in parts.items() for x in self.program.ranges[t])
-        if size + abs(const) > _SAFE:
+        if size + abs(const) > MOST_UNSATURATED:
             scaled = [self._scaled(scope, x, c) for x, c in values]
             if const:
                 scaled.insert(0, self._call(scope, "i_point", numbers=(const,)))

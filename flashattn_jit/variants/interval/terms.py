@@ -29,6 +29,8 @@ from ..ir.ir import Attr, Node
 _MAX_SPLITS = 4
 
 I64_MIN, I64_MAX = -(2**63), 2**63 - 1
+MOST_UNSATURATED = 2**61
+"""Sums whose magnitude is below this one do not saturate."""
 
 INT_RANGE: Mapping[str, tuple[int, int]] = {
     "bool": (0, 1),
