@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..variants.ir.ir import ROW_HOOKS, VariantIR
+from ..variants.ir.ir import KV_HOOKS, ROW_HOOKS, VariantIR
 from ..variants.lower.expressions import Uniforms
 from ..variants.lower.row import lower_cuda
 from ..variants.lower.row_numbers import RowNumbers, row_numbers
@@ -53,9 +53,6 @@ MAX_WARPS = {"prefill": 8, "few_row": 12, "prefill_wide": 8}
 products; the registers of more warps are better used for larger tiles and hooks. Kernels that wait
 for memory gain from three. A kernel that uses fewer registers than its budget can still have more
 resident warps."""
-
-ROW_CHANGES = ("key_mod", "value_mod")
-"""The hooks that change rows of keys, and of values."""
 
 _ITEM_BYTES = 40  # a block's current work item, and its position in the worker's list
 _WORKING_REGISTERS = 56  # addresses, operand fragments, row maxima and sums, loop state
@@ -167,7 +164,7 @@ def _sides(spec: KernelSpec) -> tuple[tuple[int, str], tuple[int, str]]:
 
 def changes_rows(spec: KernelSpec) -> bool:
     """Whether codes, key_mod or value_mod change rows of keys or values."""
-    return spec.has_codes or any(map(spec.variant.has, ROW_CHANGES))
+    return spec.has_codes or any(map(spec.variant.has, KV_HOOKS))
 
 
 def _walks_by_chunks(spec: KernelSpec) -> bool:
@@ -191,7 +188,7 @@ def warpgroup_registers(spec: KernelSpec) -> tuple[int, int, int]:
     if changes_rows(spec):
         in_place = any(
             dtype not in CUDA_CODES and spec.variant.has(hook)
-            for hook, (_, dtype) in zip(ROW_CHANGES, _sides(spec), strict=True)
+            for hook, (_, dtype) in zip(KV_HOOKS, _sides(spec), strict=True)
         )
         if spec.tile_q == 64:
             return 56, 240, 0
@@ -219,7 +216,7 @@ def loaded_bytes(spec: KernelSpec) -> int:
 def _decoded_numbers(spec: KernelSpec) -> int:
     """Floats that a row of codes needs for its scales and zero points: see `Widening`."""
     count = 0
-    for hook, (head_dim, dtype) in zip(ROW_CHANGES, _sides(spec), strict=True):
+    for hook, (head_dim, dtype) in zip(KV_HOOKS, _sides(spec), strict=True):
         if spec.tile_kind == "prefill_wgmma" and dtype not in CUDA_CODES:
             continue  # changed in place, by the hook
         found = _decoding(spec, hook, head_dim, dtype)
@@ -238,7 +235,7 @@ def _decoding(spec: KernelSpec, hook: str, head_dim: int, dtype: str) -> RowNumb
 
 def hook_over_codes(spec: KernelSpec) -> str:
     """key_mod or value_mod, where it does more than decode rows of codes; empty if neither does."""
-    for hook, (head_dim, dtype) in zip(ROW_CHANGES, _sides(spec), strict=True):
+    for hook, (head_dim, dtype) in zip(KV_HOOKS, _sides(spec), strict=True):
         coded = dtype in CUDA_CODES and spec.variant.has(hook)
         if coded and _decoding(spec, hook, head_dim, dtype) is None:
             return hook

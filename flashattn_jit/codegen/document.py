@@ -23,7 +23,7 @@ from ..variants.ir.document import (
     show,
     variant_from_document,
 )
-from ..variants.ir.ir import ROW_HOOKS, Node, VariantIR, canonical_json
+from ..variants.ir.ir import KV_HOOKS, ROW_HOOKS, Node, VariantIR, canonical_json
 from .budget import MOST_NARROW, fits, padded
 from .spec import (
     CODE_DTYPES,
@@ -252,7 +252,7 @@ def _check_head_dims(spec: KernelSpec) -> None:
             raise fail("tile", "it does not fit the target's shared memory")
     if "values_in_keys" in spec.features:
         hooks = {hook for hook, _ in (*spec.variant.hooks, *spec.variant.cpp)}
-        changed = spec.has_codes or not hooks.isdisjoint({"key_mod", "value_mod"})
+        changed = spec.has_codes or not hooks.isdisjoint(KV_HOOKS)
         if not wide or changed or spec.head_dim_v > spec.head_dim or spec.k_dtype != spec.v_dtype:
             raise fail("features", "values_in_keys is of wide rows that are read as they are")
 
@@ -265,7 +265,7 @@ def _check_append(spec: KernelSpec) -> None:
         choice(f"dtypes[{i + 1}]", dtype, allowed)
     choice("target", spec.target, (*CPU_TARGETS, *CUDA_TARGETS))
     for hook, _ in (*spec.variant.hooks, *spec.variant.cpp):
-        choice("variant.hooks", hook, ("key_mod", "value_mod"))
+        choice("variant.hooks", hook, KV_HOOKS)
     dims = (spec.head_dim, spec.head_dim_v)
     if spec != append_kernel(
         spec.variant, dims, dtypes, spec.target, new_dtype=spec.q_dtype if spec.has_codes else ""

@@ -15,12 +15,13 @@ from .. import _C
 from ..codegen.spec import MAX_HEAD_DIM, on_cpu, target_on_device
 from ..errors import InputError, ParamError
 from ..formats import Codes, Stored
-from ..planner.reachable import CHANGED, appends_dtypes
+from ..planner.reachable import appends_dtypes
 from ..stored_hooks import encoded, put_numbers
 from ..torch_modes import is_direct, is_quiet_and_plain, on_host
 from ..variants.binding import bind
 from ..variants.compose import present_hooks, shared_hooks
 from ..variants.ir.dtypes import KV_NAMES
+from ..variants.ir.ir import KV_HOOKS
 from ..variants.variant import FULL, Variant
 from .arguments import checks
 from .arguments.calls import host_array
@@ -535,11 +536,11 @@ def check_transform(transform: Variant | None) -> Variant | None:
             f"transform must be an fa.Variant, got {type(transform).__name__}; wrap a function as "
             "fa.variant(key_mod=...)"
         )
-    if not present_hooks(transform) & {*CHANGED}:
+    if not present_hooks(transform) & {*KV_HOOKS}:
         raise InputError(
             f"transform={transform.name} has neither a key_mod nor a value_mod: it changes nothing"
         )
-    return transform.only(*CHANGED)
+    return transform.only(*KV_HOOKS)
 
 
 def check_applied_once(transform: Variant, variant: Variant, what: str) -> None:
@@ -547,7 +548,7 @@ def check_applied_once(transform: Variant, variant: Variant, what: str) -> None:
 
     what: the variant, for the message.
     """
-    twice = shared_hooks(transform.only(*CHANGED), variant)
+    twice = shared_hooks(transform.only(*KV_HOOKS), variant)
     if twice:
         names = ", ".join(f'"{hook}"' for hook in twice)
         raise InputError(

@@ -51,7 +51,7 @@ from ..codegen.spec import (
 )
 from ..codegen.targets import compiled_target, is_cuda
 from ..errors import InputError
-from ..variants.ir.ir import VariantIR, unscaled_integers
+from ..variants.ir.ir import KV_HOOKS, VariantIR, unscaled_integers
 from .cuda_tiles import against_wide, has_tiles
 from .tiles import kernels_by_rows
 
@@ -63,9 +63,6 @@ FORMATS = (
 
 COMPOSED = ("tree", "bits", "block_bits", "max_scores", "append")
 """Formats whose calls have a variant that is composed from the user's."""
-
-CHANGED = ("key_mod", "value_mod")
-"""Hooks that appends may apply."""
 
 _CUDA_FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "dense": ((),),
@@ -139,7 +136,7 @@ def _kernels(
         hooks = {hook for hook, _ in (*variant.hooks, *variant.cpp)}
         quantises = not {*dtypes[1:]}.isdisjoint(CODE_DTYPES)
         new = [dtypes[0] if quantises else dtype for dtype in dtypes[1:]]
-        changes = hooks <= {*CHANGED} and (hooks or quantises)
+        changes = hooks <= {*KV_HOOKS} and (hooks or quantises)
         if changes and appends_dtypes(target, new, dtypes[1:]):
             appends = (append_kernel(variant, head_dims, dtypes[1:], target, name, new[0]),)
     if unscaled_integers(variant.has, *dtypes[1:]):

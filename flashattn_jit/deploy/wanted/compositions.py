@@ -18,10 +18,11 @@ from ...errors import InputError, VariantError
 from ...formats import Formats
 from ...ops.flex import sharpened
 from ...ops.keys.mask_bits import BlockBits, FlatBits, TreeBits
-from ...planner.reachable import CHANGED, COMPOSED, FORMATS
+from ...planner.reachable import COMPOSED, FORMATS
 from ...stored_hooks import decoded, decodings, encoded
 from ...torch_modes import outside_modes, remembered
 from ...variants.compose import present_hooks
+from ...variants.ir.ir import KV_HOOKS
 from ...variants.library import Full
 from ...variants.variant import FULL, CppHook, FunctionVariant, Variant, variant
 
@@ -63,8 +64,8 @@ def compositions(chosen: Variant, formats: Sequence[str] = FORMATS) -> Iterator[
             mask = getattr(chosen, "mask_mod", None)
             sharp = variant(score_mod=sharpened(chosen.score_mod), mask_mod=mask)
         yield Composition(sharp, {}, ("max_scores",), 1)
-    if "append" in formats and present_hooks(chosen) & {*CHANGED}:
-        yield Composition(chosen.only(*CHANGED), {}, ("append",))
+    if "append" in formats and present_hooks(chosen) & {*KV_HOOKS}:
+        yield Composition(chosen.only(*KV_HOOKS), {}, ("append",))
 
 
 _NO_CODES = ("block_mask", "max_scores")
@@ -97,7 +98,7 @@ def over_codes(
         yield Composition(back, numbers, ("cascade",))
     if "append" in formats:
         beside = _numbers(stored, head_dims, decodes=False)
-        own = chosen.only(*CHANGED) if present_hooks(chosen) & {*CHANGED} else FULL
+        own = chosen.only(*KV_HOOKS) if present_hooks(chosen) & {*KV_HOOKS} else FULL
         for transform in dict.fromkeys((own, FULL)):
             yield Composition(encoded(transform, sides, (k_given, v_given)), beside, ("append",))
 

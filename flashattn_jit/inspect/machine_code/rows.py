@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ...codegen.spec import CUDA_CODES, KernelSpec
 from ...jit.compilation.loops import Flow, count
+from ...variants.ir.ir import KV_HOOKS
 from .disassembly import Instruction
 from .simulation import Changers
 
@@ -21,9 +22,7 @@ _Blocks = frozenset[int]
 def changers_of(spec: KernelSpec, code: Sequence[Instruction]) -> Changers | None:
     """The warps of a wgmma kernel that change rows; None where it has none."""
     coded = spec.k_dtype in CUDA_CODES, spec.v_dtype in CUDA_CODES
-    keys, values = (
-        c or spec.variant.has(hook) for c, hook in zip(coded, ("key_mod", "value_mod"), strict=True)
-    )
+    keys, values = (c or spec.variant.has(hook) for c, hook in zip(coded, KV_HOOKS, strict=True))
     if not keys and not values:
         return None
     flow = Flow(code)

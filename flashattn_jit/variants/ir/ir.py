@@ -370,6 +370,9 @@ ROW_HOOKS: Mapping[str, str] = {
 """Hooks of one row of q, k, v or the output, with the size that is its length; the others are of
 scalars."""
 
+KV_HOOKS = ("key_mod", "value_mod")
+"""Hooks that change rows of keys, and of values: those that appends may apply."""
+
 TEXT_HOOKS = ("score_mod", "mask_mod", "sink", "pointwise", "pointwise_scale")
 """Hooks that may be given as C++ text."""
 
@@ -435,7 +438,7 @@ def keys_read_request(variant: VariantIR) -> bool:
     for b: neither b nor a built-in of b belongs to one of the requests then. The exception is
     ``fa.kv_slot(b, kv_idx)``: the slot of a shared key is the same for all requests of the group.
     """
-    graphs = (variant.hook(h) for h in ("key_mod", "value_mod"))
+    graphs = (variant.hook(h) for h in KV_HOOKS)
     return any(g is not None and _reads_request(g) for g in graphs)
 
 
