@@ -365,6 +365,11 @@ def bind_tensors(
     )
 
 
+def address_of(tensor: torch.Tensor | None) -> int:
+    """Address of the first entry; 0 for no tensor, and as torch has it for one without entries."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 # --- requests: lengths and offsets ----------------------------------------------------------------
 
 _requests: Recent[tuple[Any, ...], Requests] = Recent(KEPT_SIZE)

@@ -28,6 +28,7 @@ from ...planner.devices import Device, device_hardware
 from ...planner.tiles import slots
 from ...torch_modes import is_capturing
 from ...variants.binding import Structure
+from ..arguments.calls import address_of
 
 if TYPE_CHECKING:
     from .plan_memory import DeviceState
@@ -226,13 +227,9 @@ def launch_values(block: torch.Tensor, t: LaunchTensors, scale: float) -> Launch
         1,  # num_threads
         t.addresses,
         t.scalars,
-        _address(t.workspace),
-        _address(t.states),
-        _address(t.page_indices),
-        _address(t.key_blocks),
+        address_of(t.workspace),
+        address_of(t.states),
+        address_of(t.page_indices),
+        address_of(t.key_blocks),
         block.data_ptr(),
     )
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -21,11 +21,11 @@ from ...variants.binding import Bound, Structure
 from ...variants.ir.dtypes import KV_NAMES
 from ...variants.ir.ir import reads_builtin
 from ...variants.params import Dims
-from ..arguments.calls import Layouts, bind_tensors
+from ..arguments.calls import Layouts, address_of, bind_tensors
 from ..arguments.new_rows import as_bytes
 from ..device.cuda import LaunchTensors, check_params
 from ..device.plan_memory import launch
-from .utility import Planned, UtilityWork, addresses, layouts, load_kernel, planned, run_utility
+from .utility import Planned, UtilityWork, layouts, load_kernel, planned, run_utility
 
 _UNIT_BYTES = 16
 
@@ -89,7 +89,7 @@ class BesideCodes(NamedTuple):
     def addresses(self) -> tuple[int, ...]:
         """Where they are; 0 for what does not exist."""
         own = (self.scales, self.zeros, self.codebook)
-        return tuple(0 if t is None else t.data_ptr() for t in own)
+        return tuple(map(address_of, own))
 
     def allocations(self, name: str) -> list[tuple[str, torch.Tensor, bool]]:
         """Those of `LaunchTensors`, of k or v."""
@@ -265,7 +265,7 @@ def _launch_tensors(
     own = [side.allocations(name) for name, side in zip(("k", "v"), codes, strict=False)]
     return LaunchTensors(
         k, k_pages, v_pages, k_pages, None, [*params, *views],
-        (*param_addresses, *addresses(views), *beside), scalars,
+        (*param_addresses, *map(address_of, views), *beside), scalars,
         page_indices=places.page_indices, num_params=len(params),
         allocations=[
             *((name, tensor, False) for name, tensor in zip(names, params, strict=True)),

@@ -9,8 +9,9 @@ import torch
 from ... import _C
 from ...codegen.spec import UtilitySpec
 from ...codegen.targets import compiled_target
+from ..arguments.calls import address_of
 from ..device.cuda import LaunchTensors
-from .utility import UtilityWork, addresses, layouts, load_kernel, run_utility
+from .utility import UtilityWork, layouts, load_kernel, run_utility
 
 MAX_STATES = 32
 """States that one launch merges, as they are kernel parameters; more need several launches."""
@@ -93,7 +94,7 @@ def _merge_some(
         (name, t, True) for name, t in (("out", out), ("lse", lse)) if t.data_ptr() not in read
     ]
     tensors = LaunchTensors(
-        first, first, first, out, lse if lses else None, states, addresses(states),
+        first, first, first, out, lse if lses else None, states, tuple(map(address_of, states)),
         (_DTYPES.index(out.dtype),), allocations=allocations,
     )  # fmt: skip
     run_utility(

@@ -123,8 +123,3 @@ def _plan(work: UtilityWork, target: str, device: torch.device) -> Planned:
 def layouts(tensors: Sequence[torch.Tensor]) -> Layouts:
     """Sizes and strides of param tensors."""
     return tuple((tuple(t.shape), t.stride()) for t in tensors)
-
-
-def addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Addresses of the tensors' first entries; 0 for tensors without entries."""
-    return tuple(t.data_ptr() if t.numel() else 0 for t in tensors)

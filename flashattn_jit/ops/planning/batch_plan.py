@@ -38,7 +38,7 @@ from ...variants.binding import Bound, Structure
 from ...variants.ir.dtypes import KV_NAMES
 from ...variants.ir.ir import VariantIR
 from ...variants.params import Dims
-from ..arguments.calls import BlockMaskLayout, Call, bind_tensors
+from ..arguments.calls import BlockMaskLayout, Call, address_of, bind_tensors
 from ..arguments.limits import Limits, memory_bytes
 from ..keys.key_lists import KeyLists
 
@@ -433,7 +433,7 @@ class Variation:
             # Kernels need a valid address even if they read no entry.
             entry = torch.zeros(1, dtype=self.page_indices.dtype, device="cpu")
             self.page_indices = entry if state is None else state.moved(entry)
-        self.pointers = (_address(self.page_indices), _address(self.key_blocks))
+        self.pointers = (address_of(self.page_indices), address_of(self.key_blocks))
 
     def _stage(self, state: DeviceState) -> None:
         limits = self.batch.options.limits
@@ -479,10 +479,6 @@ def note_planned(kernels: Pair) -> None:
     for kernel in kernels:
         if kernel is not None and kernel.module is not None:
             kernel.module.note_run()
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or not tensor.numel() else tensor.data_ptr()
 
 
 # --- planning -------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def form_and_arguments(
             kinds[node.int_attr("slot")] = kind(node.dtype)
     tensors += build_tables(range_tables(graph), tensors)
     arguments: _Arguments = {
-        "tensors": [t.data_ptr() if t.numel() else 0 for t in tensors],
+        "tensors": [t.data_ptr() for t in tensors],
         "layouts": [(tuple(t.shape), t.stride()) for t in tensors],
         "scalars": list(params.scalars),
         "lengths": [
