@@ -365,6 +365,15 @@ def bind_tensors(
     )
 
 
+ALIGNMENT = 128  # bytes, of a workspace's first address; that of devices' allocations is larger
+
+
+def aligned_empty(size: int) -> torch.Tensor:
+    """uint8 memory of the host whose address is a multiple of `ALIGNMENT`; torch's is one of 64."""
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
+    return memory[-memory.data_ptr() % ALIGNMENT :][:size]
+
+
 def address_of(tensor: torch.Tensor | None) -> int:
     """Address of the first entry; 0 for no tensor, and as torch has it for one without entries."""
     return 0 if tensor is None else tensor.data_ptr()

@@ -16,8 +16,6 @@ from .cuda import DeviceBlock, LaunchTensors, launch_values
 if TYPE_CHECKING:
     from ...jit.emulator.programs import Allocation, Program
 
-_ALIGNMENT = 128  # torch's allocations on devices have a larger alignment
-
 
 @dataclass(frozen=True, slots=True)
 class Recording:
@@ -91,10 +89,3 @@ def extent(
 ) -> tuple[str, int, int, bool, bool]:
     """An allocation of the emulator: name, address, bytes, writable, initialised."""
     return name, tensor.data_ptr(), checks.extent(tensor), writable, initialised
-
-
-def aligned_empty(size: int) -> torch.Tensor:
-    """uint8 memory with the alignment of a device's allocations."""
-    raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device="cpu")
-    begin = -raw.data_ptr() % _ALIGNMENT
-    return raw[begin : begin + size]

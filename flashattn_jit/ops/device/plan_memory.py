@@ -32,6 +32,7 @@ from ... import _C
 from ...codegen.targets import is_emulated
 from ...errors import InputError
 from ...torch_modes import PLAN_FIRST, refuse_capture
+from ..arguments.calls import aligned_empty
 from .cuda import (
     DeviceBlock,
     LaunchTensors,
@@ -40,7 +41,7 @@ from .cuda import (
     enqueue,
     ordinal,
 )
-from .emulated import aligned_empty, record
+from .emulated import record
 
 
 class _Slot(NamedTuple):

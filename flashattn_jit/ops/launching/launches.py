@@ -22,6 +22,7 @@ from ...variants.ir.ir import unscaled_integers
 from ...variants.variant import Variant
 from ..arguments import checks
 from ..arguments.calls import (
+    ALIGNMENT,
     KEPT_SIZE,
     BlockMaskLayout,
     Call,
@@ -29,6 +30,7 @@ from ..arguments.calls import (
     Recent,
     Requests,
     Strides,
+    aligned_empty,
     bind_tensors,
     contiguous,
     given_layouts,
@@ -413,7 +415,6 @@ def plan_call(
 
 # --- workspaces -----------------------------------------------------------------------------------
 
-ALIGNMENT = 128  # bytes, of a workspace's first address
 _KEPT_BYTES, _KEPT_SPACES = 1 << 20, 8  # of a workspace, and of them
 
 
@@ -468,9 +469,8 @@ class Workspace:
             return None, 0
         if self._given is not None:
             space = self._given[:wanted]
-        elif self._device.type == "cpu":  # where torch aligns to 64 bytes
-            space = torch.empty(wanted + ALIGNMENT, dtype=torch.uint8, device=self._device)
-            space = space[-space.data_ptr() % ALIGNMENT :][:wanted]
+        elif self._device.type == "cpu":
+            space = aligned_empty(wanted)
         else:
             space = torch.empty(wanted, dtype=torch.uint8, device=self._device)
         return space, space.data_ptr()
