@@ -252,7 +252,12 @@ def is_aligned(
     """
     if not form.rows_aligned or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         return False
-    return out is None or (out.data_ptr() % 16 == 0 and _steps_aligned(out))
+    return out is None or is_result_aligned(out)
+
+
+def is_result_aligned(out: torch.Tensor) -> bool:
+    """Whether every row of a given out starts at a multiple of 16 bytes."""
+    return out.data_ptr() % 16 == 0 and _steps_aligned(out)
 
 
 _LONGEST_STEP = 1 << 40

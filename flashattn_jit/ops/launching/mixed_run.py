@@ -20,7 +20,7 @@ from ...torch_modes import refuse_capture
 from ...variants.binding import bind
 from ...variants.variant import Variant
 from ..arguments import checks
-from ..arguments.calls import Call, bind_tensors, given_layouts, result_dtype
+from ..arguments.calls import Call, bind_tensors, given_layouts, is_result_aligned, result_dtype
 from ..planning.batch_params import Params
 from ..planning.batch_plan import Variation
 from .batch_run import KEPT_LAUNCHES, Pairs, Planned, level_params, only_pair
@@ -184,7 +184,7 @@ class MixedPlanned:
         inputs = [q, *(t for pair in pairs for t in pair), *tensors]
         check_results(out, lse, form, partial, inputs)
         with_lse = return_lse or (partial and not self.pointwise)
-        written = out if out is None or last.cpu or _is_aligned(out) else None
+        written = out if out is None or last.cpu or is_result_aligned(out) else None
         addresses, layouts, held = bind_tensors(made.known, tensors)
         call = Call(
             form, batch.lengths, bound.structure, layouts, given_layouts(written, lse), with_lse,
@@ -234,8 +234,3 @@ class _Given(Workspace):
     def take(self, wanted: int) -> tuple[torch.Tensor | None, int]:
         """The states, whatever the plan asks for."""
         return self._states, self._states.data_ptr()
-
-
-def _is_aligned(out: torch.Tensor) -> bool:
-    item = out.element_size()
-    return out.data_ptr() % 16 == 0 and all(s * item % 16 == 0 for s in out.stride()[:-1])
