@@ -130,7 +130,7 @@ class Ranks:
                 (dist.isend, to, sent[to]), (dist.irecv, source, received[source]),
             ):  # fmt: skip
                 ops += [
-                    dist.P2POp(function, _as_bytes(t), group=self.group, group_peer=peer)
+                    dist.P2POp(function, _memory_of(t), group=self.group, group_peer=peer)
                     for t in tensors
                     if t.numel()
                 ]
@@ -171,8 +171,8 @@ class Exchange:
             raise errors[0]
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: backends do not have every dtype."""
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: backends do not have every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -22,7 +22,7 @@ def copy_pages(memory: Sequence[torch.Tensor], sources: Ints, destinations: Ints
         _copy(memory, sources, memory, destinations)
         return
     begin, end = (torch.from_numpy(x.astype(np.int64)) for x in (sources, destinations))
-    for tensor in map(as_bytes, memory):
+    for tensor in map(indexable, memory):
         tensor[end.to(tensor.device)] = tensor[begin.to(tensor.device)]
 
 
@@ -30,7 +30,7 @@ def save_pages(memory: Sequence[torch.Tensor], pages: Ints) -> Saved:
     """The contents of pages, on the host. A device is waited for."""
     if not memory[0].is_cpu:
         index = torch.from_numpy(pages.astype(np.int64)).to(memory[0].device)
-        return [tensor[index].cpu() for tensor in map(as_bytes, memory)]
+        return [tensor[index].cpu() for tensor in map(indexable, memory)]
     saved = [
         torch.empty(len(pages), tensor.shape[1], dtype=tensor.dtype, device="cpu")
         for tensor in memory
@@ -47,11 +47,11 @@ def load_pages(memory: Sequence[torch.Tensor], pages: Ints, saved: Saved, rows: 
         _copy(saved, rows, memory, pages)
         return
     index, row = (torch.from_numpy(x.astype(np.int64)) for x in (pages, rows))
-    for tensor, contents in zip(map(as_bytes, memory), saved, strict=True):
+    for tensor, contents in zip(map(indexable, memory), saved, strict=True):
         tensor[index.to(tensor.device)] = contents[row].to(tensor.device)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def indexable(tensor: torch.Tensor) -> torch.Tensor:
     """A view that torch indexes on devices: floats of 8 bits as bytes."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 

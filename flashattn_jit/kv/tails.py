@@ -15,7 +15,7 @@ import torch
 
 from ..formats import Codes, Format, Stored
 from ..ops.append import plan_append
-from .copies import as_bytes
+from .copies import indexable
 from .pages import NULL
 from .spec import Spec
 
@@ -97,7 +97,7 @@ def _write(pages: Codes, at: torch.Tensor, rows: torch.Tensor, form: Format | No
         return
     assert form is not None
     new = form.quantize(rows)
-    as_bytes(pages.codes)[at] = as_bytes(new.codes)
+    indexable(pages.codes)[at] = indexable(new.codes)
     pages.scales[at] = new.scales
     if pages.zeros is not None and new.zeros is not None:
         pages.zeros[at] = new.zeros

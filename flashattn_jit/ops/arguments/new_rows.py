@@ -100,7 +100,7 @@ def used_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return (*strides[:-1], 1)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of_rows(tensor: torch.Tensor) -> torch.Tensor:
     """A view of checked rows or pages as uint8."""
     if 1 in tensor.shape:
         tensor = tensor.as_strided(tensor.shape, used_strides(tensor))

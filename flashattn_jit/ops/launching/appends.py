@@ -22,7 +22,7 @@ from ...variants.ir.dtypes import KV_NAMES
 from ...variants.ir.ir import reads_builtin
 from ...variants.params import Dims
 from ..arguments.calls import Layouts, address_of, bind_tensors
-from ..arguments.new_rows import as_bytes
+from ..arguments.new_rows import bytes_of_rows
 from ..device.cuda import LaunchTensors, check_params
 from ..device.plan_memory import launch
 from .utility import Planned, UtilityWork, layouts, load_kernel, planned, run_utility
@@ -50,7 +50,7 @@ def copy_rows(places: Places, given: Sequence[torch.Tensor], target: str) -> Non
 
     Raises CompileError, LaunchError.
     """
-    views = [as_bytes(t) for t in given]
+    views = [bytes_of_rows(t) for t in given]
     shapes, unit_bytes, num_pages = layouts(views), _unit_bytes(views), views[2].shape[0]
 
     def work() -> UtilityWork:
@@ -170,7 +170,7 @@ class Changes:
         self._head_dims = (k.shape[2], v.shape[2])
         self._dtypes = KV_NAMES[k_pages.dtype], KV_NAMES[v_pages.dtype]
         self._new_dtype = KV_NAMES[k.dtype] if {*self._dtypes} & {*CODE_DTYPES} else ""
-        self._shapes = layouts([as_bytes(t) for t in (k, v, k_pages, v_pages)])
+        self._shapes = layouts([bytes_of_rows(t) for t in (k, v, k_pages, v_pages)])
         self._shapes += tuple(layout for side in codes for layout in side.layouts())
         self._heads, self._num_pages = k.shape[1], k_pages.shape[0]
         lengths = places.lengths
@@ -198,7 +198,7 @@ class Changes:
         call, block = found
         scalars = tuple(bound.scalars)
         if block is not None:
-            views, names = [as_bytes(t) for t in given], known.tensor_names
+            views, names = [bytes_of_rows(t) for t in given], known.tensor_names
             tensors = _launch_tensors(self._places, views, held, params, scalars, names, codes)
             launch(block, call, tensors, 1.0)
             return None
