@@ -463,9 +463,11 @@ def run_append(
     transform: Variant | None = None,
 ) -> None:
     """`append_paged_kv` outside of the tracer."""
+    device = torch.device("cpu")
     if isinstance(k, torch.Tensor):
         check_place("k", k)
-    append = AppendPlan(q_indptr, paged, positions, transform, _device_of(k), target)
+        device = k.device
+    append = AppendPlan(q_indptr, paged, positions, transform, device, target)
     append.write(k, v, k_pages, v_pages)
 
 
@@ -482,10 +484,6 @@ def _tensors_of(
 
 def _tensors(params: Mapping[str, object]) -> list[torch.Tensor]:
     return [x for x in params.values() if isinstance(x, torch.Tensor)]
-
-
-def _device_of(k: object) -> torch.device:
-    return k.device if isinstance(k, torch.Tensor) else torch.device("cpu")
 
 
 def _check_paged(paged: object) -> None:
