@@ -518,7 +518,7 @@ def coefficients(spec: KernelSpec, target: str, device: Device | None = None) ->
         device = device or typical_hardware(compiled)
         workers = max(1, slots(spec, device).total)
         bytes_per_ns = device.read_bytes_per_s * _MEMORY_SHARE / workers * 1e-9
-        flops_per_ns = device.flops("bfloat16") * _MATRIX_SHARE[spec.tile_kind] / workers * 1e-9
+        flops_per_ns = device.matrix_flops * _MATRIX_SHARE[spec.tile_kind] / workers * 1e-9
         item_ns = _CUDA_ITEM_NS
         cached_keys = device.l2_bytes * _CACHED_SHARE / key_bytes
         load_ns = alone_ns = key_bytes / bytes_per_ns
