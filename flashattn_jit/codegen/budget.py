@@ -117,11 +117,6 @@ def _panels_bytes(rows: int, head_dim: int) -> int:
     return rows * 128 * -(-head_dim // 64)
 
 
-def _wgmma_shared_bytes(spec: KernelSpec) -> int:
-    """As `wgmma/ring.h` lays it out, with the stages of Q that fit."""
-    return _wgmma_bytes(spec, query_stages(spec))
-
-
 def query_stages(spec: KernelSpec) -> int:
     """Stages of Q of a wgmma kernel: two, if as many blocks fit a multiprocessor as with one."""
     one, two = (resident_by_shared(spec.target, _wgmma_bytes(spec, n)) for n in (1, 2))
@@ -136,7 +131,7 @@ def _has_two_blocks(spec: KernelSpec) -> bool:
 
 def _wgmma_bytes(spec: KernelSpec, query_stages: int) -> int:
     """Q, rings of K and V and of their codes, barriers, records, items, the walk, and of row hooks
-    and codes the scratch and the numbers of a warp."""
+    and codes the scratch and the numbers of a warp, as `wgmma/ring.h` lays them out."""
     consumers = spec.tile_q // 16
     ring = _panels_bytes(spec.tile_kv, spec.head_dim) + _panels_bytes(spec.tile_kv, spec.head_dim_v)
     queries = query_stages * _panels_bytes(spec.tile_q, spec.head_dim)
@@ -266,7 +261,7 @@ def shared_bytes(spec: KernelSpec) -> int:
     need more.
     """
     if spec.tile_kind == "prefill_wgmma":
-        return _wgmma_shared_bytes(spec)
+        return _wgmma_bytes(spec, query_stages(spec))
     out_row = 4 * (_up(padded(spec.head_dim_v), 32) + 8)
     queries = spec.tile_q * row_bytes(spec.head_dim)
     ring = _ring_bytes(spec)

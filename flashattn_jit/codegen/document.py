@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast, get_args
 
 from ..errors import ManifestError
 from ..variants.ir.document import (
@@ -37,6 +37,7 @@ from .spec import (
     AnySpec,
     KernelSpec,
     TileKind,
+    UtilityKernel,
     UtilitySpec,
     append_kernel,
     cuda_dtypes,
@@ -59,8 +60,6 @@ MANIFEST_SCHEMA = 1
 """Version of a manifest's line."""
 
 _CPU_FEATURES = ("block_mask", "indirect")
-_TILE_KINDS = ("prefill", "few_row", "prefill_wgmma", "prefill_wide", "append")
-_UTILITIES = ("merge_states", "append_paged_kv")
 _UNIT_BYTES = (1, 2, 4, 8, 16)
 _MAX_TILE = 4096
 
@@ -193,12 +192,12 @@ def _plain(doc: Mapping[str, object]) -> object:
 def _utility(doc: dict[str, Any]) -> UtilitySpec:
     record("spec", doc, _UTILITY_FIELDS)
     _schema("utility_schema", doc["utility_schema"], UTILITY_SCHEMA)
-    kernel = choice("kernel", doc["kernel"], _UTILITIES)
+    kernel = choice("kernel", doc["kernel"], get_args(UtilityKernel))
     target = choice("target", doc["target"], CUDA_TARGETS)
     unit_bytes = integer("unit_bytes", doc["unit_bytes"], 0, 16)
     if unit_bytes not in (_UNIT_BYTES if kernel == "append_paged_kv" else (0,)):
         raise fail("unit_bytes", f"{kernel} has no kernel of {unit_bytes} bytes")
-    return UtilitySpec(cast(Literal["merge_states", "append_paged_kv"], kernel), target, unit_bytes)
+    return UtilitySpec(cast(UtilityKernel, kernel), target, unit_bytes)
 
 
 def _schema(where: str, value: object, expected: int) -> None:
@@ -228,7 +227,7 @@ def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
     if wrong := wrong_rows((head_dim, head_dim_v), dtypes):
         raise fail("head_dims", wrong)
     tile_kind, tile_q, tile_kv = _sequence("tile", doc["tile"], 3)
-    choice("tile[0]", tile_kind, _TILE_KINDS)
+    choice("tile[0]", tile_kind, get_args(TileKind))
     warps, stages = _sequence("warps", doc["warps"], 2)
     _check_tile(target, tile_kind, tile_q, tile_kv, warps, stages)
     spec = KernelSpec(

@@ -336,6 +336,7 @@ TileKind = Literal["prefill", "few_row", "prefill_wgmma", "prefill_wide", "appen
 """prefill_wgmma: prefill by the matrix instructions of warpgroups, on Hopper. prefill_wide: any
 number of rows of head dims above 256, on CUDA. append: no attention, but new keys and values that
 key_mod and value_mod change on their way into pages."""
+UtilityKernel = Literal["merge_states", "append_paged_kv"]
 FEATURES = (
     "block_mask", "paged", "mixed_rows", "sparse", "unaligned", "indirect", "values_in_keys",
 )  # fmt: skip
@@ -440,7 +441,7 @@ class UtilitySpec:
     append_paged_kv copies rows in units of `unit_bytes`: 1, 2, 4, 8 or 16; 0 for merge_states.
     """
 
-    kernel: Literal["merge_states", "append_paged_kv"]
+    kernel: UtilityKernel
     target: str
     unit_bytes: int = 0
 
