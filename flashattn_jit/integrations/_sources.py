@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import textwrap
+from collections.abc import Iterator
 
 
 @functools.cache
@@ -21,21 +22,14 @@ def calls_the_interface(layer_class: type) -> bool:
     """Whether the code that a class runs looks up transformers' attention function."""
     return any(
         isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS"
-        for base in _running(layer_class)
-        for node in ast.walk(_tree(base) or ast.Module([], []))
+        for node in _nodes(layer_class)
     )
 
 
 @functools.cache
 def attends_twice(layer_class: type) -> bool:
     """Whether a class calls its attention function at more than one place."""
-    calls = [
-        node
-        for base in _running(layer_class)
-        for node in ast.walk(_tree(base) or ast.Module([], []))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface"
-    ]
-    return len(calls) > 1
+    return len(_attention_calls(layer_class)) > 1
 
 
 @functools.cache
@@ -43,10 +37,8 @@ def keywords(layer_class: type) -> frozenset[str]:
     """The keyword arguments that a class passes to its attention function by name."""
     return frozenset(
         keyword.arg
-        for base in _running(layer_class)
-        for node in ast.walk(_tree(base) or ast.Module([], []))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface"
-        for keyword in node.keywords
+        for call in _attention_calls(layer_class)
+        for keyword in call.keywords
         if keyword.arg is not None
     )
 
@@ -56,9 +48,22 @@ def passes_keywords(layer_class: type) -> bool:
     """Whether a class passes keyword arguments that it does not name on to others."""
     return any(
         isinstance(node, ast.Call) and any(keyword.arg is None for keyword in node.keywords)
-        for base in _running(layer_class)
-        for node in ast.walk(_tree(base) or ast.Module([], []))
+        for node in _nodes(layer_class)
     )
+
+
+def _attention_calls(layer_class: type) -> list[ast.Call]:
+    return [
+        node
+        for node in _nodes(layer_class)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface"
+    ]
+
+
+def _nodes(layer_class: type) -> Iterator[ast.AST]:
+    """The nodes of the code that a class runs."""
+    for base in _running(layer_class):
+        yield from ast.walk(_tree(base) or ast.Module([], []))
 
 
 def _running(layer_class: type) -> list[type]:
