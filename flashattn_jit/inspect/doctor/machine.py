@@ -13,7 +13,7 @@ import torch
 from ... import env
 from ...codegen.spec import cuda_target, default_target, host_target, host_targets
 from ...errors import EnvironmentVariableError, TargetError
-from ...jit.cache.layers import driver_version
+from ...jit.cache.layers import driver_version, version_words
 from ...planner.roofline import host_hardware
 from .check import Check, error, named, ok, warning
 
@@ -85,7 +85,7 @@ def driver_words() -> str:
     version = driver_version()
     if not version:
         return "no driver"
-    return f"driver for CUDA {version // 1000}.{version % 1000 // 10}"
+    return f"driver for CUDA {version_words(version)}"
 
 
 def openmp() -> Iterator[Check]:

@@ -246,7 +246,7 @@ def unfit_driver(target: str, needed: object) -> str:
         return ""
     return (
         f"it needs driver {needed} or newer, and this machine's supports CUDA "
-        f"{version // 1000}.{version % 1000 // 10}"
+        f"{version_words(version)}"
     )
 
 
@@ -254,6 +254,11 @@ def unfit_driver(target: str, needed: object) -> str:
 def driver_version() -> int:
     """The CUDA version that the driver supports, 12040 for 12.4; 0 where there is no driver."""
     return _C.driver_version()
+
+
+def version_words(version: int) -> str:
+    """A version of CUDA as NVIDIA writes it: 12.4 for 12040."""
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def too_old(driver_version: int, needed: int) -> bool:

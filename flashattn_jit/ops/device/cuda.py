@@ -22,7 +22,7 @@ import torch
 from ... import _C
 from ...codegen.spec import KernelSpec
 from ...errors import InputError, LaunchError
-from ...jit.cache.layers import driver_version, too_old
+from ...jit.cache.layers import driver_version, too_old, version_words
 from ...jit.module import min_driver, residency_shortages, resources
 from ...planner.devices import Device, device_hardware
 from ...planner.tiles import slots
@@ -88,7 +88,7 @@ def check_driver(module: _C.Module) -> None:
     version = driver_version()
     if needed is not None and too_old(version, needed):
         raise LaunchError(
-            f"this machine's driver supports CUDA {version // 1000}.{version % 1000 // 10}, but "
+            f"this machine's driver supports CUDA {version_words(version)}, but "
             f"the kernel needs driver {needed} or newer: update the driver, or compile with an "
             f"older toolkit (FLASHATTN_JIT_CUDA_HOME)\n  artifact: {module.path}"
         )
