@@ -44,6 +44,7 @@ from .group import Ranks
 from .key_pages import OwnPages, own_pages
 from .shares import Requests, even_shards
 
+_UNPLANNED = "run() before plan(): nothing is planned; call plan() first"
 DIVIDED = ("pages", "pages_heads", "requests_heads")
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Read = Callable[[], Sequence[CascadeLevel]]
@@ -294,7 +295,7 @@ class ByPages(_Divided):
         def ready() -> tuple[_Planned, bytes]:
             planned = self._planned
             if planned is None:
-                raise InputError("run() before plan(): nothing is planned; call plan() first")
+                raise InputError(_UNPLANNED)
             return planned, self._check(call, planned.rows[-1], "the batch")
 
         every = call.q
@@ -401,7 +402,7 @@ class ByRequests(_Divided):
 
         def ready() -> tuple[list[int], bytes]:
             if self._rows is None:
-                raise InputError("run() before plan(): nothing is planned; call plan() first")
+                raise InputError(_UNPLANNED)
             return self._rows, self._check(call, self._rows[-1], "all ranks")
 
         bounds = ranks.agree("run()", ready)
