@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from flashattn_jit.variants.interval.terms import EMPTY, FULL, PARTIAL
 from tests.codegen.cuda_unit import Unit
 from tests.harness.abi import TensorParam
 from tests.harness.toolkit import needs_nvcc
@@ -22,7 +23,6 @@ pytestmark = needs_nvcc
 
 UNIT = 16
 SEEDS = 2
-EMPTY, PARTIAL, FULL = 0, 1, 2
 
 WALKS = {"prefill": (64, 64), "wide": (128, 128), "narrow": (16, 16), "few_row": (16, 64)}
 """Keys of a tile and the distance of tiles."""

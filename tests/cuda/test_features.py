@@ -7,13 +7,13 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.ops.attention import run_dense
+from flashattn_jit.variants.interval.terms import FULL, PARTIAL
 from flashattn_jit.variants.reference import attention_reference
 from tests.harness import rotation
 from tests.ops.cases import assert_close, inputs
 from tests.registry.case import Shape
 
 TARGET = "emulated:sm_80"
-EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def check(q, k, v, variant, exact_of=None, target: str = TARGET, **call) -> torch.Tensor:

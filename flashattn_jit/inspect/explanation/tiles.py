@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...variants.interval.tile_runs import PARTIAL, Grid, MaskParams, TileRuns, tile_runs
+from ...variants.interval.terms import PARTIAL
+from ...variants.interval.tile_runs import Grid, MaskParams, TileRuns, tile_runs
 from ...variants.ir.ir import Graph
 from ..table import table
 

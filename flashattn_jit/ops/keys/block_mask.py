@@ -14,10 +14,8 @@ import torch
 
 from ...errors import InputError, TorchInputError
 from ...torch_modes import is_capturing, on_host
+from ...variants.interval.terms import EMPTY, FULL, PARTIAL
 from ..arguments.checks import check_readable
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
-"""States of a block: not visited, visited with the mask, visited without it."""
 
 _WHOLE = 1 << 30  # FlexAttention's block size of a mask that is one block for any length
 _ATTRIBUTE = "_flashattn_jit_states"

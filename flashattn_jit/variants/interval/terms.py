@@ -28,6 +28,10 @@ from ..ir.ir import Attr, Node
 
 _MAX_SPLITS = 4
 
+EMPTY, PARTIAL, FULL = 0, 1, 2
+"""States of a tile: no pair is kept, some are or it is not known, every pair is kept. Those of the
+blocks of a block mask: not visited, visited with the mask, visited without it."""
+
 I64_MIN, I64_MAX = -(2**63), 2**63 - 1
 MOST_UNSATURATED = 2**61
 """Sums whose magnitude is below this one do not saturate."""

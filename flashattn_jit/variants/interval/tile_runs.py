@@ -26,10 +26,8 @@ from ..ir.ir import Graph
 from .range_tables import build_tables
 from .simplify import range_tables, simplify
 from .statements import code_of
+from .terms import FULL, PARTIAL
 from .translate import kind
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
-"""States of a tile: no pair is kept, some are or it is not known, every pair is kept."""
 
 Array: TypeAlias = NDArray[np.int64]
 Lengths: TypeAlias = Sequence[int] | NDArray[Any]

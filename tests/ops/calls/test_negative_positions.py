@@ -20,7 +20,8 @@ import torch
 
 import flashattn_jit as fa
 import flashattn_jit.variants.library as lib
-from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, Grid
+from flashattn_jit.variants.interval.terms import EMPTY, FULL
+from flashattn_jit.variants.interval.tile_runs import Grid
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests.batch.batches import indptr

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, Grid
+from flashattn_jit.variants.interval.terms import EMPTY, FULL
+from flashattn_jit.variants.interval.tile_runs import Grid
 from flashattn_jit.variants.params import Dims
 from tests.registry.case import Case, Shape
 from tests.registry.masks import MASK_CASES

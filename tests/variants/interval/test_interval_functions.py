@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from flashattn_jit.variants.functions import TANH_APPROX_ERROR
-from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, MaskParams
+from flashattn_jit.variants.interval.terms import EMPTY, FULL
+from flashattn_jit.variants.interval.tile_runs import MaskParams
 from flashattn_jit.variants.ir.ir import GraphBuilder
 
 from .bounds_oracle import evaluate
