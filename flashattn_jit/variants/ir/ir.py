@@ -205,6 +205,14 @@ class GraphBuilder:
             self.nodes.append(node)
         return self._ids[key]
 
+    def add_all(self, nodes: Iterable[Node]) -> list[int]:
+        """Append the first nodes of a graph; returns their indices."""
+        own: list[int] = []
+        for node in nodes:
+            args = (own[a] for a in node.args)
+            own.append(self.add(node.op, args, node.dtype, node.shape, **dict(node.attrs)))
+        return own
+
     def finish(self, output: int) -> Graph:
         """The graph that computes node `output`, without dead nodes."""
         return prune(Graph(self.inputs, tuple(self.nodes), output))

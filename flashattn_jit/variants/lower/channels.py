@@ -85,10 +85,7 @@ def _of_blocks(nodes: Sequence[Node], i: int) -> bool:
 def _first(graph: Graph, row: int) -> Graph:
     """The first element of a row of a param, as a load."""
     built = GraphBuilder(HOOK_INPUTS["key_mod"][1:])
-    names: list[int] = []
-    for node in graph.nodes[:row]:
-        args = (names[a] for a in node.args)
-        names.append(built.add(node.op, args, node.dtype, node.shape, **dict(node.attrs)))
+    names = built.add_all(graph.nodes[:row])
     load = graph.nodes[row]
     at = built.add("const", (), "int32", value=0)
     indices = (*(names[a] for a in load.args), at)

@@ -8,7 +8,7 @@ looked up in a codebook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..ir.ir import HOOK_INPUTS, Graph, GraphBuilder, Node, TensorParam
@@ -106,10 +106,7 @@ def _of_groups(graph: Graph, i: int) -> list[int] | None:
 
 def _product(graph: Graph, factors: Sequence[int]) -> Graph:
     built = GraphBuilder(_INPUTS)
-    names: list[int] = []
-    for node in graph.nodes:
-        args = (names[a] for a in node.args)
-        names.append(built.add(node.op, args, node.dtype, node.shape, **dict(node.attrs)))
+    names = built.add_all(graph.nodes)
     total, *rest = (_element(built, names[f]) for f in factors)
     for name in rest:
         total = built.add("mul", (total, name))
@@ -197,11 +194,10 @@ def _cuda_numbers(
         "    FAJIT_FN static float number([[maybe_unused]] const Context& c, "
         f"{arguments('key_mod')}) {{",
     ]
-    for i, graph in enumerate(graphs):
-        own, value = straight_line(graph, tensors, f"{name[0].lower()}n{i}_", uniforms)
-        lines.append(f"      if constexpr (i == {i}) {{")
-        lines += [f"        {line}" for line in own]
-        lines.append(f"        return {value};\n      }}")
+    lines += _cases(
+        straight_line(graph, tensors, f"{name[0].lower()}n{i}_", uniforms)
+        for i, graph in enumerate(graphs)
+    )
     return "\n".join([*lines, "    }\n  };"])
 
 
@@ -261,12 +257,15 @@ def functions_of(
         f"    static FAJIT_INLINE {result} {name}([[maybe_unused]] const Context& c, "
         "[[maybe_unused]] int32_t b, [[maybe_unused]] int32_t kv_h, [[maybe_unused]] vi kv_idx) {",
     ]
-    for i, graph in enumerate(graphs):
-        own, value = body(graph)
-        lines.append(f"      if constexpr (i == {i}) {{")
-        lines += [f"        {line}" for line in own]
-        lines.append(f"        return {value};\n      }}")
-    return [*lines, "    }"]
+    return [*lines, *_cases(map(body, graphs)), "    }"]
+
+
+def _cases(bodies: Iterable[tuple[list[str], str]]) -> Iterator[str]:
+    """``if constexpr (i == 0) { ... }`` and so on, of statements and the value that they return."""
+    for i, (own, value) in enumerate(bodies):
+        yield f"      if constexpr (i == {i}) {{"
+        yield from (f"        {line}" for line in own)
+        yield f"        return {value};\n      }}"
 
 
 def _number(graph: Graph, tensors: Sequence[TensorParam]) -> tuple[list[str], str]:

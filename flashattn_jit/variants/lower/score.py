@@ -105,14 +105,19 @@ class _Terms:
             if (node, negative) == scored[0]:
                 continue
             line = self._line(node)
-            term = self._line_value(*line) if line else self._in_units(node)
-            whole = self._sum(whole, term, negative)
             if line:
-                first, step = self._at_first(*line)
+                factor, distance, cast = line
+                value = self._value(cast)
+                term = self._emit(f"ops::mul({factor}, {value})", [factor, value])
+                whole = self._sum(whole, term, negative)
+                first, step = self._at_first(factor, distance)
                 at_first = self._sum(at_first, first, negative)
                 slope = self._sum(slope, step, negative)
-                distances.append(line[1])
-            elif self._block.level_of(term) & Level.KEY:
+                distances.append(distance)
+                continue
+            term = self._in_units(node)
+            whole = self._sum(whole, term, negative)
+            if self._block.level_of(term) & Level.KEY:
                 rest = self._sum(rest, term, negative)
             else:
                 of_rows.append((term, negative))
@@ -252,11 +257,7 @@ class _Terms:
             )
         return product, distance, i
 
-    def _line_value(self, factor: str, distance: Distance, cast: int) -> str:
-        value = self._value(cast)
-        return self._emit(f"ops::mul({factor}, {value})", [factor, value])
-
-    def _at_first(self, factor: str, distance: Distance, cast: int) -> tuple[str, str]:
+    def _at_first(self, factor: str, distance: Distance) -> tuple[str, str]:
         """The value of a linear term at the thread's first key of a tile, and its step from one key
         to the next."""
         emit, x, key = self._emit, self._first(distance.node), distance.key
