@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.parts.call_clocks import call_clocks
 from benchmarks.parts.measure import RESULTS
 from flashattn_jit.codegen.budget import limits
 from flashattn_jit.inspect.machine_code.disassembly import Instruction, disassemble
@@ -124,8 +125,8 @@ def call_tflops(
     tiles = [-(-end // keys) for end in ends] * heads
     if longest_first:
         tiles.sort(reverse=True)
-    clocks = model.call_clocks(
-        tiles, device.num_sms, -(-rows // keys) if causal and longest_first else 0
+    clocks = call_clocks(
+        model, tiles, device.num_sms, -(-rows // keys) if causal and longest_first else 0
     )
     flops = 4 * length * length * head_dim * heads / (2 if causal else 1)
     return flops / clocks * model.clock_hz / 1e12

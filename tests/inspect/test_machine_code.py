@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from benchmarks.parts.call_clocks import makespan
 from benchmarks.parts.peer_code import FLASH_ATTENTION_2, FLASH_ATTENTION_3
 from flashattn_jit.errors import InputError
 from flashattn_jit.inspect.machine_code.disassembly import Instruction, nvdisasm, parse
 from flashattn_jit.inspect.machine_code.multiprocessor import multiprocessor
-from flashattn_jit.inspect.machine_code.prediction import makespan
 from flashattn_jit.inspect.machine_code.rows import with_rows
 from flashattn_jit.inspect.machine_code.simulation import Changers, Ring, Turn, simulate
 from flashattn_jit.jit.compilation.loops import loops, once, spills_of_changes
