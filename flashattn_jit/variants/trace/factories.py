@@ -11,7 +11,7 @@ import torch
 
 from flashattn_jit.variants.capture.extract import HostTensor, leaves, map_tree
 from flashattn_jit.variants.ir.dtypes import VALUE_DTYPES
-from flashattn_jit.variants.trace.node_emitter import index
+from flashattn_jit.variants.trace.captured_tensors import index
 from flashattn_jit.variants.trace.operations import (
     ELEMENTWISE,
     cast,

@@ -2,7 +2,8 @@
 
 No make_fx, FakeTensor or sympy: the user's function is called with the proxies of values.py, whose
 operators and ``torch.*`` calls reach `Tracer.dispatch`, and the handlers of operations.py,
-functions.py, vectors.py, node_emitter.py and factories.py emit nodes. A hook takes 0.1 to 0.3 ms.
+functions.py, vectors.py, captured_tensors.py and factories.py emit nodes by node_emitter.py. A hook
+takes 0.1 to 0.3 ms.
 `trace_variant` joins all hooks of a variant to one `VariantIR` with canonical slots.
 """
 
@@ -38,9 +39,9 @@ from flashattn_jit.variants.ir.dtypes import DTYPE_NAMES
 from flashattn_jit.variants.ir.ir import is_float
 from flashattn_jit.variants.params import Dims, declared_params, parts_of
 from flashattn_jit.variants.trace import (
+    captured_tensors,
     factories,
     functions,  # noqa: F401  its handlers
-    node_emitter,
     vectors,
 )
 from flashattn_jit.variants.trace.errors import Where
@@ -218,7 +219,7 @@ class Tracer:
         if kind is Number:
             return self._scalar(x)
         if kind is Captured:
-            return node_emitter.load(self, x)
+            return captured_tensors.load(self, x)
         if isinstance(x, np.generic):
             return self.as_value(x.item())
         if isinstance(x, torch.Tensor):
@@ -331,7 +332,7 @@ class Tracer:
         if not traced:
             return factories.host_call(self, func, name, tuple(args), kwargs)
         if type(args[0] if args else None) is Captured and name == "__getitem__":
-            return node_emitter.index(self, args[0], args[1])
+            return captured_tensors.index(self, args[0], args[1])
         return self._handle(name, args, kwargs)
 
     def _handle(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -353,7 +354,7 @@ class Tracer:
 
         def leaf(x: Any) -> Any:
             if type(x) is Captured:
-                return node_emitter.materialise(self, x)
+                return captured_tensors.materialise(self, x)
             return x.host() if type(x) is Number else x
 
         with torch._C.DisableTorchFunction():
