@@ -191,12 +191,7 @@ BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (
   }
   const bool has_limits = options.limits.max_requests > 0;
   if (has_limits) check_limits(lengths, options);
-  fajit_args args = mask_args;
-  args.num_requests = lengths.num_requests;
-  args.num_q_heads = options.num_q_heads;
-  args.num_kv_heads = options.num_kv_heads;
-  args.head_dim_v = options.head_dim_v;
-  lengths.fill(args);
+  const fajit_args args = batch_args(lengths, options, mask_args);
 
   std::vector<Unit> units = make_units(lengths, lists, kinds, options, args);
   const int32_t group_size = options.num_q_heads / options.num_kv_heads;

@@ -301,6 +301,17 @@ int32_t rows_of_tile(int64_t span, const Kind& kind) {
                   round_up(ceil_div(span, ceil_div(span, kind.tile_q)), kind.row_granule));
 }
 
+fajit_args batch_args(const Lengths& lengths, const PlanOptions& options,
+                      const fajit_args& mask_args) {
+  fajit_args args = mask_args;
+  args.num_requests = lengths.num_requests;
+  args.num_q_heads = options.num_q_heads;
+  args.num_kv_heads = options.num_kv_heads;
+  args.head_dim_v = options.head_dim_v;
+  lengths.fill(args);
+  return args;
+}
+
 std::vector<Unit> make_units(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
                              const PlanOptions& options, const fajit_args& mask_args) {
   return UnitMaker(lengths, lists, kinds, options, mask_args).make();
@@ -311,12 +322,7 @@ std::vector<RowTile> make_row_tiles(const Lengths& lengths, const runtime::Modul
                                     int32_t tile_q, int32_t tile_kv) {
   if (tile_q < 1 || tile_kv < 1) fail("tile_q and tile_kv of row tiles must be positive");
   if (lengths.num_groups > 0) fail("row tiles have no levels of shared keys");
-  fajit_args args = mask_args;
-  args.num_requests = lengths.num_requests;
-  args.num_q_heads = options.num_q_heads;
-  args.num_kv_heads = options.num_kv_heads;
-  args.head_dim_v = options.head_dim_v;
-  lengths.fill(args);
+  const fajit_args args = batch_args(lengths, options, mask_args);
   int64_t count = 0;
   for (const int32_t rows : lengths.q_len) count += ceil_div(rows, tile_q);
   const int64_t told = std::max<int64_t>(count / kTilesOfManyCells * kToldOfManyCells - 1, 0);

@@ -25,6 +25,11 @@ struct Unit {
   int32_t rows() const { return row_end - row_begin; }
 };
 
+// The arguments of a batch's masks: `mask_args` (params and layouts of the mask), and its requests
+// and heads. Points to arrays of `lengths`.
+fajit_args batch_args(const Lengths& lengths, const PlanOptions& options,
+                      const fajit_args& mask_args);
+
 // The units of requests, in order, then those of groups; for one kv head unless lists are per head.
 // Throws if a request needs a kind that does not exist, or if key lists do not match.
 std::vector<Unit> make_units(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
