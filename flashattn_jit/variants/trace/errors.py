@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import re
 import sys
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 
 from flashattn_jit.errors import TraceError
-from flashattn_jit.variants.trace.values import Value
 
 _REMEDIES = {
     ".item()": "keep it a tensor: arithmetic with the 0-dim tensor itself works",
@@ -22,7 +22,42 @@ _REMEDIES = {
     "int()": "keep it a tensor: `.int()` or `.long()` converts",
     "index": "index captured tensors, not lists, with `t[q_idx]`; ranges and shapes need constants",
 }
+_CAPTURED_REMEDIES = {
+    ".item()": "use the 0-dim tensor itself, or call it before the hook",
+    ".tolist()": "call it before the hook, or index the tensor: `table[0]`; small vectors work too",
+    ".numpy()": "call it before the hook, or keep it a tensor",
+}
+_MEMBERS = (
+    "use `torch.isin(j, torch.tensor([1, 2]))` or `(j == 1) | (j == 2)`; for a position in a list, "
+    "index a captured tensor: `table[j]`"
+)
+LOOK_UP_REMEDY = f"{_MEMBERS}, in place of a dict too"
+"""What to write in place of ``j in {1, 2}`` and ``table.get(j)``."""
+
+OP_REMEDY = (
+    "it has no form inside a kernel; use elementwise operations, or compute the tensor before the "
+    "call and capture it"
+)
+"""What to write in place of a function that has no handler."""
+
+OP_REMEDIES = {
+    **dict.fromkeys(
+        ("view_as_complex", "view_as_real", "complex", "polar"),
+        "kernels compute with real numbers; rotate pairs with fa.rotate(row, cos, sin, "
+        "interleaved=True), or compute with row[0::2] and row[1::2]",
+    ),
+    "data": "use the value itself",
+    "var_mean": "use `x.var(-1)` and `x.mean(-1)`",
+    "std_mean": "use `x.std(-1)` and `x.mean(-1)`",
+}
+"""The same by the name of the function."""
+
+_BY_CALL = (
+    (r"\bcond\(", "use `torch.where(condition, a, b)`, which computes both branches"),
+    (r"\bvmap\(", "a hook computes one pair: call the function itself"),
+)
 _BOOL_REMEDIES = (
+    (r"\.(index|count|remove)\(", "a search in a list", _MEMBERS),
     (r"\band\b", "`and`", "use `&` (with parentheses around comparisons)"),
     (r"\bor\b", "`or`", "use `|` (with parentheses around comparisons)"),
     (r"\bnot\b", "`not`", "use `~`"),
@@ -71,13 +106,21 @@ class Where:
         owner = f"({self.owner})" if " " in self.owner else self.owner
         return f"{owner}.{self.kind}" if owner else self.kind
 
-    def _line(self) -> tuple[str, int] | None:
+    def is_users(self, frame: types.FrameType) -> bool:
+        """Whether a frame runs the user's code."""
+        return frame.f_code.co_filename in self._files
+
+    def _frame(self) -> types.FrameType | None:
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._outside:
-            if frame.f_code.co_filename in self._files:
-                return frame.f_code.co_filename, frame.f_lineno
+            if self.is_users(frame):
+                return frame
             frame = frame.f_back
         return None
+
+    def _line(self) -> tuple[str, int] | None:
+        frame = self._frame()
+        return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
     def _text(self, line: tuple[str, int] | None) -> tuple[str, str]:
         """The hook's name with (file, line), and the source of the line."""
@@ -94,11 +137,20 @@ class Where:
         text, _ = self._text(self._line() if user_frame else None)
         return TraceError(f"{text}: {what} cannot become a kernel; {remedy}")
 
-    def value_error(self, what: str) -> TraceError:
-        """The error for reading the value of a tensor: `if`, `and`, float(), .item()."""
+    def value_error(self, what: str, captured: bool) -> TraceError:
+        """The error for reading the value of a tensor: `if`, `and`, float(), .item().
+
+        captured: the tensor is captured, or computed from captured ones alone.
+        """
         text, source = self._text(self._line())
         remedy = _REMEDIES.get(what, "")
-        if what == "bool":
+        needs = "needs a value that is only known inside the kernel"
+        if captured:
+            remedy = _CAPTURED_REMEDIES.get(what, remedy)
+            needs = "needs the value of a captured tensor, which may be another one in each call"
+        if what == "bool" and _is_in(self._frame()):
+            what, remedy = "`in` of a tensor", _MEMBERS
+        elif what == "bool":
             what, remedy = (
                 "the truth of a tensor",
                 ("use `&`, `|`, `~` instead of and, or, not, and `torch.where` instead of if"),
@@ -107,9 +159,7 @@ class Where:
                 if re.search(pattern, source):
                     what, remedy = f"{name} on tensors", better
                     break
-        return TraceError(
-            f"{text}: {what} needs a value that is only known inside the kernel; {remedy}"
-        )
+        return TraceError(f"{text}: {what} {needs}; {remedy}")
 
     def from_exception(self, error: Exception) -> TraceError:
         """The error for an exception that the hook raised."""
@@ -120,20 +170,25 @@ class Where:
                 line = tb.tb_frame.f_code.co_filename, tb.tb_lineno
             tb = tb.tb_next
         text, source = self._text(line)
-        if isinstance(error, KeyError) and error.args and isinstance(error.args[0], Value):
-            return TraceError(
-                f"{text}: a dict indexed by a tensor cannot become a kernel; capture a tensor in "
-                "its place: `table[h]`"
-            )
         return TraceError(
             f"{text}: {type(error).__name__} while tracing: {error}; {_remedy(error, source)}"
         )
+
+
+def _is_in(frame: types.FrameType | None) -> bool:
+    """Whether the frame's current instruction is ``in`` or ``not in``."""
+    if frame is None:
+        return False
+    return frame.f_code.co_code[frame.f_lasti] == dis.opmap["CONTAINS_OP"]
 
 
 def _remedy(error: Exception, source: str) -> str:
     """What to write in place of a line that raised an exception."""
     if "from_numpy(" in source and "np.ndarray" in str(error):
         return "captured arrays are tensors in hooks: index the array itself, `t[j]`"
+    for pattern, remedy in _BY_CALL:
+        if re.search(pattern, source):
+            return remedy
     called = set(_OF_NUMPY.findall(source))
     if called and isinstance(error, TypeError | ValueError):
         names = ", ".join(f"`torch.{name}`" for name in sorted(called) if hasattr(torch, name))

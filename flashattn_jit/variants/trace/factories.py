@@ -143,13 +143,20 @@ def _full(size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
     return _filled(size, fill_value, dtype, val(fill_value))
 
 
+def _refuse_list(data: Any) -> None:
+    if isinstance(data, list | tuple):
+        tracer().refuse("a tensor made of a list of values", "write `torch.stack([i, j])`")
+
+
 @op("new_tensor", elementwise=False)
 def _new_tensor(input: Any, data: Any, *, dtype: Any = None, **_: Any) -> Value:
+    _refuse_list(data)
     return _filled(val(data).shape, data, dtype, val(input))
 
 
 @op("tensor", "as_tensor", "scalar_tensor", elementwise=False)
 def _as_tensor(data: Any, *, dtype: Any = None, **_: Any) -> Value:
+    _refuse_list(data)
     x = val(data)
     return x if dtype is None else to_dtype(x, dtype)
 

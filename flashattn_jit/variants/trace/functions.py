@@ -22,10 +22,13 @@ from flashattn_jit.variants.trace.operations import (
     logical,
     op,
     promoted,
+    stored,
+    to_dtype,
     val,
     where,
 )
-from flashattn_jit.variants.trace.values import Handler, Value, tracer
+from flashattn_jit.variants.trace.values import HANDLERS, Handler, Value, tracer
+from flashattn_jit.variants.trace.vectors import reduce
 
 _FLOAT_MAX = {"float32": 3.4028234663852886e38, "float64": 1.7976931348623157e308}
 
@@ -61,6 +64,9 @@ _OF_VALUE: Mapping[str, Handler] = {
     ),
     "heaviside": lambda input, values: where(input == 0, values, cast(input > 0, input.name)),
     "lerp": lambda input, end, weight: input + weight * (end - input),
+    "threshold": lambda input, threshold, value, inplace=False: where(
+        input <= threshold, stored(input, val(value)), input
+    ),
 }
 """Functions of a value of any dtype, with the parameters that torch gives them."""
 
@@ -81,7 +87,10 @@ _OF_FLOAT: Mapping[str, Handler] = {
 }
 """The same, with an integer value converted to float32."""
 
-_ALIASES = {"silu": ["swish"], "log_sigmoid": ["logsigmoid"], "erfc": ["special_erfc"]}
+_ALIASES = {
+    "silu": ["swish"], "log_sigmoid": ["logsigmoid"], "erfc": ["special_erfc"],
+    "threshold": ["_threshold"],
+}  # fmt: skip
 
 
 def _converted(convert: Callable[[Any], Value], formula: Handler) -> Handler:
@@ -103,6 +112,32 @@ def _logit(input: Any, eps: Any = None) -> Any:
     if eps is not None:
         x = x.clamp(min=eps, max=1 - eps)
     return (x / (1 - x)).log()
+
+
+_HUGE = 1e9  # above it, x*x + 1 is x*x in float64 too
+
+
+@op("asinh", "arcsinh")
+def _asinh(input: Any) -> Any:
+    x: Any = as_float(input)
+    a = x.abs()
+    near = (a + a * a / ((a * a + 1).sqrt() + 1)).log1p()
+    return HANDLERS["copysign"](where(a > _HUGE, a.log() + math.log(2), near), x)
+
+
+@op("acosh", "arccosh")
+def _acosh(input: Any) -> Any:
+    x: Any = as_float(input)
+    above = x - 1
+    near = (above + (above * above + 2 * above).sqrt()).log1p()
+    return where(x < 1, math.nan, where(x > _HUGE, x.log() + math.log(2), near))
+
+
+@op("atanh", "arctanh")
+def _atanh(input: Any) -> Any:
+    x: Any = as_float(input)
+    a = x.abs()
+    return HANDLERS["copysign"](0.5 * (2 * a / (1 - a)).log1p(), x)
 
 
 @op("logaddexp")
@@ -200,6 +235,83 @@ def _whole_row(x: Value, normalized_shape: Any) -> None:
 def _normalize(input: Any, p: Any = 2.0, dim: int = -1, eps: Any = 1e-12, out: Any = None) -> Any:
     x: Any = as_float(input)
     return x / x.norm(p, dim, keepdim=True).clamp(min=eps)
+
+
+def _floats(what: str, input: Any, dtype: Any = None) -> Any:
+    x = val(input) if dtype is None else to_dtype(val(input), dtype)
+    if not is_float(x.name):
+        tracer().refuse(f"{what} of integers", "convert with `.float()` first")
+    return x
+
+
+@op("softmax", "special_softmax", elementwise=False)
+def _softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    x: Any = _floats("softmax", input, dtype)
+    if dim is None:
+        tracer().refuse("softmax without a dim", "give it: `torch.softmax(x, -1)`")
+    e = (x - x.amax(dim, keepdim=True)).exp()
+    return e / e.sum(dim, keepdim=True)
+
+
+@op("log_softmax", "special_log_softmax", elementwise=False)
+def _log_softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    x: Any = _floats("log_softmax", input, dtype)
+    if dim is None:
+        tracer().refuse("log_softmax without a dim", "give it: `torch.log_softmax(x, -1)`")
+    y = x - x.amax(dim, keepdim=True)
+    return y - y.exp().sum(dim, keepdim=True).log()
+
+
+@op("logsumexp", "special_logsumexp", elementwise=False)
+def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    x: Any = as_float(input)
+    most = x.amax(dim, keepdim=True)
+    top: Any = where(most.isinf(), 0.0, most)  # an infinite x less its maximum is NaN
+    total = (x - top).exp().sum(dim, keepdim).log()
+    return total + (top if keepdim else top.amax(dim))
+
+
+@op("var", elementwise=False)
+def _var(
+    input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *,
+    correction: Any = None,
+) -> Any:  # fmt: skip
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    x: Any = _floats("var and std", input)
+    centred = x - x.mean(dim, keepdim=True)
+    total: Any = reduce("sum", centred * centred, dim, keepdim)
+    count = math.prod(x.shape) // math.prod(total.shape)
+    less = int(unbiased) if correction is None else correction
+    return div(total, float(max(0, count - less)))
+
+
+@op("std", elementwise=False)
+def _std(input: Any, *args: Any, **named: Any) -> Any:
+    return _var(input, *args, **named).sqrt()
+
+
+@op("einsum", elementwise=False)
+def _einsum(equation: Any, *operands: Any) -> Any:
+    if len(operands) == 1 and isinstance(operands[0], tuple | list):
+        operands = tuple(operands[0])
+    inputs, _, output = str(equation).replace(" ", "").partition("->")
+    if len(operands) == 2 and len(inputs) == 3 and inputs[0] == inputs[2] and not output:
+        return HANDLERS["dot"](*operands)
+    return tracer().refuse(
+        f"`einsum` of {equation!r}",
+        "small vectors have dot products alone: write `a @ b`; multiply matrices before the call "
+        "and capture the result",
+    )
+
+
+@op("linear", elementwise=False)
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    return tracer().refuse(
+        "`linear` (nn.Linear)",
+        "of a score write `w * s + c` with captured w and c, of a small vector `a @ w + c`; apply "
+        "it to a row before the call",
+    )
 
 
 @op("count_nonzero", elementwise=False)

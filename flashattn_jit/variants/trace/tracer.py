@@ -44,7 +44,7 @@ from flashattn_jit.variants.trace import (
     functions,  # noqa: F401  its handlers
     vectors,
 )
-from flashattn_jit.variants.trace.errors import Where
+from flashattn_jit.variants.trace.errors import LOOK_UP_REMEDY, OP_REMEDIES, OP_REMEDY, Where
 from flashattn_jit.variants.trace.node_emitter import Emitter
 from flashattn_jit.variants.trace.operations import cast, stored
 from flashattn_jit.variants.trace.positions import INDEX_BOUNDS, UNKNOWN
@@ -76,7 +76,6 @@ LONG_VECTOR = 4096
 _RANDOM = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
                      "bernoulli", "dropout", "multinomial", "normal", "randperm", "poisson",
                      "feature_dropout", "alpha_dropout", "native_dropout"})  # fmt: skip
-_COMPLEX = frozenset({"view_as_complex", "view_as_real", "complex", "polar"})
 
 
 class _Mode(TorchFunctionMode):
@@ -328,7 +327,7 @@ class Tracer:
         if kwargs.get("out") is not None:
             self.refuse(f"`{name}(out=...)`", "use the returned value")
         if name in READS:
-            self.refuse_value(READS[name])
+            self.refuse_value(READS[name], args[0] if args else None)
         if not traced:
             return factories.host_call(self, func, name, tuple(args), kwargs)
         if type(args[0] if args else None) is Captured and name == "__getitem__":
@@ -367,6 +366,8 @@ class Tracer:
         attribute = getattr(torch.Tensor, name, None)
         if attribute is None:
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+        if name == "data":
+            return c
         if callable(attribute):
             return lambda *args, **kwargs: self.dispatch(attribute, (c, *args), kwargs)
         if name in ("T", "mT", "H", "mH") and c.on_host:
@@ -383,23 +384,22 @@ class Tracer:
         """Raise a `TraceError` that names the user's line, what it does and what to write."""
         raise self._where().error(what, remedy, user_frame=user_frame)
 
-    def refuse_value(self, what: str) -> NoReturn:
-        """Refuse to read a value that is known in the kernel alone."""
-        raise self._where().value_error(what)
+    def refuse_value(self, what: str, x: Any) -> NoReturn:
+        """Refuse to read the value of `x`, which is known in the kernel, or in each call, alone."""
+        raise self._where().value_error(what, captured=type(x) is Captured and x.on_host)
+
+    def refuse_look_up(self) -> NoReturn:
+        """Refuse to look a value up in a set or a dict."""
+        self.refuse("a look-up of a tensor in a set, a dict or a cache", LOOK_UP_REMEDY)
+
+    def refuse_text(self, frame: types.FrameType) -> None:
+        """Refuse to make a text of a value in `frame`, if that runs the user's code."""
+        if self._where().is_users(frame):
+            self.refuse("the text of a tensor", "to see what it is, print(repr(x))")
 
     def refuse_op(self, name: str) -> NoReturn:
         """Refuse a function that has no handler."""
-        if name in _COMPLEX:
-            self.refuse(
-                f"`{name}`",
-                "kernels compute with real numbers; rotate pairs with fa.rotate(row, cos, sin, "
-                "interleaved=True), or compute with row[0::2] and row[1::2]",
-            )
-        self.refuse(
-            f"`{name}`",
-            "it has no form inside a kernel; use elementwise operations, or compute the tensor "
-            "before the call and capture it",
-        )
+        self.refuse(f"`{name}`", OP_REMEDIES.get(name.removeprefix("Tensor."), OP_REMEDY))
 
     def refuse_mutation(self, name: str) -> NoReturn:
         """Refuse to write to a captured tensor."""

@@ -10,6 +10,7 @@ import contextvars
 import inspect
 import math
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -118,12 +119,17 @@ class _Proxy:
         return int(self.shape[0])
 
     def __hash__(self) -> int:
-        return id(self)
+        # Equal values have other hashes, so that a set or a dict would never find one.
+        tracer().refuse_look_up()
+
+    def __format__(self, spec: str) -> str:
+        tracer().refuse_text(sys._getframe(1))
+        return repr(self)
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
     def read(self: Any, *_: Any, **__: Any) -> NoReturn:
-        tracer().refuse_value(what)
+        tracer().refuse_value(what, self)
 
     return read
 

@@ -23,6 +23,7 @@ from tests.variants.trace.trace_oracle import DIMS
 
 T = torch.randn(8, 8)
 MASK = torch.rand(8) > 0.5
+LINEAR = torch.nn.Linear(1, 1).requires_grad_(False)
 ARRAY, BY_HEAD = np.arange(8.0), {0: 1.0, 1: 2.0}
 
 
@@ -114,7 +115,26 @@ MESSAGES = [
     (lambda s, b, h, q, k: s.to(torch.complex64), r"complex64"),
     (lambda s, b, h, q, k: torch.complex(s, s).real, r"`complex`.*fa\.rotate\(row.*row\[0::2\]"),
     (lambda s, b, h, q, k: q.mean(), r"mean of integers"),
-    (lambda s, b, h, q, k: T[q].var(), r"mean of squares"),
+    (lambda s, b, h, q, k: k.view(1).var(), r"var and std of integers.*`\.float\(\)`"),
+    (lambda s, b, h, q, k: torch.softmax(q.view(1), 0), r"softmax of integers.*`\.float\(\)`"),
+    (lambda s, b, h, q, k: F.softmax(T[q]), r"softmax without a dim.*torch\.softmax\(x, -1\)"),
+    (lambda s, b, h, q, k: torch.var_mean(T[q]), r"`x\.var\(-1\)` and `x\.mean\(-1\)`"),
+    (lambda s, b, h, q, k: s + torch.einsum("d,e->", T[q], T[k]), r"`einsum` of 'd,e->'.*`a @ b`"),
+    (lambda s, b, h, q, k: LINEAR(s.view(1)), r"nn\.Linear.*`w \* s \+ c`"),
+    (lambda s, b, h, q, k: torch.cond(q > k, abs, abs, (s,)), r"use `torch\.where\(condition"),
+    (lambda s, b, h, q, k: torch.vmap(torch.exp)(s), r"one pair: call the function itself"),
+    (lambda s, b, h, q, k: s + torch.tensor([q, k]).sum(), r"write `torch\.stack\(\[i, j\]\)`"),
+    (lambda s, b, h, q, k: s.new_tensor([q, k])[0], r"write `torch\.stack\(\[i, j\]\)`"),
+    (lambda b, h, q, k: k in (1, 2) and q > 3, r"`in` of a tensor.*torch\.isin\(j, torch\.tensor"),
+    (lambda b, h, q, k: k not in [1, 2], r"`in` of a tensor.*\(j == 1\) \| \(j == 2\)"),
+    (lambda b, h, q, k: k in {1, 2}, r"a look-up of a tensor in a set.*torch\.isin\(j"),
+    (lambda s, b, h, q, k: s + BY_HEAD.get(h, 0.0), r"look-up of a tensor.*`table\[j\]`"),
+    (lambda s, b, h, q, k: s * (T[0, 0] in BY_HEAD), r"look-up of a tensor.*torch\.isin"),
+    (lambda s, b, h, q, k: s * [1, 2, 3].index(h), r"a search in a list.*torch\.isin"),
+    (lambda s, b, h, q, k: s * (f"{h}" == "0"), r"the text of a tensor.*print\(repr\(x\)\)"),
+    (lambda s, b, h, q, k: s * T[0].tolist()[1], r"value of a captured.* or index the tensor"),
+    (lambda s, b, h, q, k: s * T[q].tolist()[1], r"only known inside the kernel"),
+    (lambda s, b, h, q, k: s.data, r"`Tensor\.data`.*use the value itself"),
     (lambda s, b, h, q, k: T[q].max(-1).values, r"use `\.amax\(dim\)`"),
     (lambda s, b, h, q, k: torch.searchsorted(T[q], k), r"captured 1-D tensor"),
     (lambda s, b, h, q, k: torch.no_such_function(s), r"no_such_function"),
@@ -143,7 +163,7 @@ MESSAGES = [
     (lambda s, b, h, q, k: s + torch.from_numpy(ARRAY)[k], r"arrays are tensors .*`t\[j\]`"),
     (lambda s, b, h, q, k: s + np.log(k + 1), r"write torch's: `torch\.log`$"),
     (lambda s, b, h, q, k: np.where(q > k, s, 0.0), r"write torch's: `torch\.where`$"),
-    (lambda s, b, h, q, k: s + BY_HEAD[h], r"a dict indexed by a tensor .* capture a tensor"),
+    (lambda s, b, h, q, k: s + BY_HEAD[h], r"a look-up of a tensor in .* `table\[j\]`"),
 ]  # fmt: skip
 
 
@@ -236,6 +256,15 @@ def test_values_do_not_outlive_their_trace():
     as_variant(hook).bind(DIMS)
     with pytest.raises(FlashAttnJitError, match="after tracing ended"):
         leaked[0] + 1
+
+
+def test_values_may_be_printed(capsys):
+    def hook(s, b, h, q, k):
+        print(repr(h), h)
+        return s
+
+    as_variant(hook).bind(DIMS)
+    assert capsys.readouterr().out == "Value(int32[]) Value(int32[])\n"
 
 
 def test_builtins_outside_hooks():
