@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 _CAUSAL = "pass the variant fa.Causal()"
 _WINDOW = (
     "pass the variant fa.SlidingWindow(left + 1), which counts the row's own key, or "
@@ -91,3 +93,22 @@ COUNTERPARTS = {
 def counterparts_of(names: Iterable[str]) -> str:
     """The remedies for those of the names that have one, each after "; "; else empty."""
     return "".join([f"; {name}: {COUNTERPARTS[name]}" for name in names if name in COUNTERPARTS])
+
+
+def instead_of(x: object) -> str:
+    """What to pass in place of something that is no variant, for a message."""
+    if type(x).__name__ == "BlockMask":  # torch's, whose import takes a second
+        return "; give it to fa.flex_attention(..., block_mask=...), or pass its mask_mod"
+    if isinstance(x, str):
+        named = {"causal": "fa.Causal()", "full": "fa.Full()", "none": "None"}.get(x.lower())
+        return f" {x!r:.60}; pass {named or 'an object, such as fa.Causal()'}"
+    if isinstance(x, torch.Tensor):
+        hook = (
+            "mask_mod=lambda b, h, q_idx, kv_idx: mask[q_idx, kv_idx]" if x.dtype == torch.bool else
+            "score_mod=lambda score, b, h, q_idx, kv_idx: score + bias[q_idx, kv_idx]"
+        )  # fmt: skip
+        return (
+            f"; pass fa.variant({hook}), or give it to "
+            "fa.scaled_dot_product_attention(..., attn_mask=...)"
+        )
+    return "; join variants with `&`" if isinstance(x, list | tuple) else ""

@@ -21,7 +21,8 @@ import torch
 from flashattn_jit.errors import ParamError, VariantError
 from flashattn_jit.late_binding import upper
 from flashattn_jit.variants.binding import Bound, bind
-from flashattn_jit.variants.capture.objects import attribute, positional_names
+from flashattn_jit.variants.capture.objects import attribute, positional_names, uncompiled
+from flashattn_jit.variants.counterparts import instead_of
 from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.params import (
     COMPUTED,
@@ -253,18 +254,19 @@ class Variant:
 
     # --- composition -------------------------------------------------------------------------
 
-    def __and__(self, other: Variant) -> Variant:
-        """Both: masks and-ed, score and row hooks chained left to right."""
+    def __and__(self, other: Variant | Callable[..., object]) -> Variant:
+        """Both: masks and-ed, score and row hooks chained left to right; `other` may be a bare
+        score_mod or mask_mod."""
         return _compose("and", self, other)  # type: ignore[no-any-return]
 
-    def __rand__(self, other: Variant) -> Variant:
+    def __rand__(self, other: Variant | Callable[..., object]) -> Variant:
         return _compose("and", other, self)  # type: ignore[no-any-return]
 
-    def __or__(self, other: Variant) -> Variant:
+    def __or__(self, other: Variant | Callable[..., object]) -> Variant:
         """Either mask; both must have nothing but a mask."""
         return _compose("or", self, other)  # type: ignore[no-any-return]
 
-    def __ror__(self, other: Variant) -> Variant:
+    def __ror__(self, other: Variant | Callable[..., object]) -> Variant:
         return _compose("or", other, self)  # type: ignore[no-any-return]
 
     def __invert__(self) -> Variant:
@@ -393,14 +395,9 @@ def _made_again(make: Callable[..., type[Variant]], *args: Any) -> Variant:
 
 
 def _compose(operation: str, *parts: Any) -> Any:
-    if not all(isinstance(p, Variant) for p in parts):
-        if any(isinstance(p, types.FunctionType) for p in parts):
-            raise VariantError(
-                "a bare function has no operators: wrap it as fa.variant(mask_mod=...) or "
-                "fa.variant(score_mod=...)"
-            )
+    if not all(isinstance(p, Variant) or callable(p) for p in parts):
         return NotImplemented
-    return upper("compose")(operation, *parts)
+    return upper("compose")(operation, *map(as_variant, parts))
 
 
 _HOOK_NAMES = (*ir.USER_HOOKS, "normalizer")
@@ -459,6 +456,8 @@ def structure_id(fn: Any) -> object:
 
 
 def variant(
+    mod: Callable[..., object] | None = None,
+    /,
     *,
     score_mod: Any = None,
     mask_mod: Any = None,
@@ -473,15 +472,24 @@ def variant(
 
     Functions may be closures, lambdas, partials, bound methods or callable objects; tensors and
     numbers that they capture are read at each call and never recompile. normalizer: `Softmax` or
-    `Pointwise`. Raises VariantError for a hook that takes another number of arguments.
+    `Pointwise`. mod: a score_mod or a mask_mod, told apart by its number of arguments. Raises
+    VariantError for a hook that takes another number of arguments.
 
     >>> fa.variant(mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
     """
     given = {"query_mod": query_mod, "key_mod": key_mod, "value_mod": value_mod,
              "score_mod": score_mod, "mask_mod": mask_mod, "output_mod": output_mod}  # fmt: skip
+    if mod is not None:
+        if isinstance(mod, Variant):
+            raise VariantError(f"{mod.name} is a variant already; join variants with `&`")
+        for hook, fn in as_variant(mod).hooks().items():
+            if given[hook] is not None:
+                raise VariantError(f"variant() got two {hook} functions; join them with `&`")
+            given[hook] = fn
     hooks: dict[str, Any] = {}
     for hook, fn in given.items():
         if fn is not None:
+            fn = uncompiled(fn)
             _check_hook(hook, fn)
             hooks[hook] = fn
     if not is_default(normalizer):
@@ -547,13 +555,11 @@ def as_variant(x: Any) -> Variant:
     if isinstance(x, CppHook):
         raise VariantError("a bare fa.cpp hook could be a score or a mask; use fa.variant(...=)")
     if not callable(x):
-        remedy = ""
-        if type(x).__name__ == "BlockMask":  # torch's, whose import takes a second
-            remedy = "; give it to fa.flex_attention(..., block_mask=...), or pass its mask_mod"
         raise VariantError(
             f"expected a Variant, a score_mod or a mask_mod function, got {type(x).__name__}"
-            f"{remedy}"
+            f"{instead_of(x)}"
         )
+    x = uncompiled(x)
     names = positional_names(x)
     if names is None:  # a decorated function is told by what it wraps
         call = x if inspect.isroutine(x) else attribute(x, "__call__")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 
 import pytest
@@ -36,6 +37,21 @@ def test_masks_combine():
             assert run(~(c & ~w) | c, "mask_mod", **at_ij) == (
                 (not (causal and not near)) or causal
             )
+
+
+def test_bare_functions_combine_with_variants():
+    def near(b, h, q, k):
+        return q - k < 3
+
+    double = lambda s, b, h, q, k: s * 2  # noqa: E731
+    near_by_name = functools.partial(lambda n, b, h, q, k: q - k < n, 3)
+    for i, j in ((5, 1), (5, 3), (1, 5)):
+        at_ij = {"q_idx": i, "kv_idx": j}
+        for both in (Causal() & near, near & Causal(), Causal() & near_by_name):
+            assert run(both, "mask_mod", **at_ij) == (i >= j and i - j < 3)
+        assert run(near | Causal(), "mask_mod", **at_ij) == (i >= j or i - j < 3)
+        assert run(~(Causal() | near), "mask_mod", **at_ij) == (i < j and i - j >= 3)
+    assert run(near & Causal() & double, "score_mod", score=5.0) == 10
 
 
 def test_constant_masks_combine():
@@ -80,12 +96,12 @@ def test_what_does_not_compose():
         ~variant()
     with pytest.raises(VariantError, match=r"both have a param 'window'.*\.named\('local'\)"):
         Window(window=1) & Window(window=2)
-    with pytest.raises(VariantError, match="a bare function has no operators"):
-        Causal() & (lambda b, h, q, k: True)
-    with pytest.raises(VariantError, match="a bare function has no operators"):
-        (lambda b, h, q, k: True) & Causal()
-    with pytest.raises(VariantError, match="a bare function has no operators"):
-        (lambda b, h, q, k: True) | Causal()
+    with pytest.raises(VariantError, match=r"`\|` combines.*score_mod"):
+        Causal() | (lambda s, b, h, q, k: s)
+    with pytest.raises(VariantError, match=r"must take 4 arguments .* or 5"):
+        Causal() & (lambda q, k: q >= k)
+    with pytest.raises(VariantError, match=r"make a variant of it: Causal\(\)"):
+        Causal() & Causal
     with pytest.raises(TypeError):
         Causal() & 3
     with pytest.raises(TypeError):

@@ -90,6 +90,9 @@ def table_params(**changes):
         ({}, r"Table needs the param 'table' \[batch, buckets, 3\].*table=\.\.\."),
         (table_params(extra=1), r"no param 'extra'; its params are table, other, optional"),
         (table_params(table=3.0), r"'table' expects a tensor of shape \[batch, .*3\], got float"),
+        (table_params(table=3), r"int 3; pass torch\.full\(\(batch, buckets, 3\), 3\)"),
+        (table_params(other=[1.0]), r"got list; pass torch\.tensor\(other\)"),
+        (table_params(other=0.5), r"float 0\.5; pass torch\.full\(\(buckets,\), 0\.5\)"),
         (table_params(table=torch.zeros(2, 9)), r"expects 3 dims.*got shape \[2, 9\]"),
         (table_params(table=torch.zeros(3, 9, 3)), r"batch=2 at dim 0.*\[3, 9, 3\].*2 elements"),
         (table_params(table=torch.zeros(2, 9, 4)), r"with 3 at dim 2"),
@@ -234,8 +237,19 @@ def test_arity_is_checked_when_the_class_or_variant_is_made():
         variant(mask_mod=3)
     with pytest.raises(VariantError, match=r"make a variant of it: Causal\(\)"):
         as_variant(Causal)
-    with pytest.raises(VariantError, match=r"expected a Variant, .* got int"):
-        as_variant(3)
+    for wrong, message in (
+        (3, r"expected a Variant, .* got int$"),
+        ("causal", r"got str 'causal'; pass fa\.Causal\(\)"),
+        ("alibi", r"pass an object, such as fa\.Causal\(\)"),
+        (torch.ones(3, 3).bool(), r"pass fa\.variant\(mask_mod=lambda .* mask\[q_idx, kv_idx\]\)"),
+        (
+            torch.ones(3, 3),
+            r"score_mod=.*fa\.scaled_dot_product_attention\(\.\.\., attn_mask",
+        ),
+        ([Causal(), Window(window=3)], r"got list; join variants with `&`"),
+    ):
+        with pytest.raises(VariantError, match=message):
+            as_variant(wrong)
 
 
 def test_bare_row_hooks_are_told_by_the_name_of_their_first_argument():
@@ -271,6 +285,35 @@ def test_bare_functions_are_told_apart_by_arity():
     assert as_variant(None).bind(DIMS).ir == ir.VariantIR(())
     v = Causal()
     assert as_variant(v) is v
+
+
+def test_one_bare_function_is_a_variant():
+    causal, double = lambda b, h, q, k: q >= k, lambda s, b, h, q, k: s * 2
+    assert run(variant(causal), "mask_mod", q_idx=1, kv_idx=2) is False
+    both = variant(causal, score_mod=double, name="both")
+    assert both.name == "both" and run(both, "score_mod", score=3.0) == 6
+    assert variant(double).bind(DIMS).ir == as_variant(double).bind(DIMS).ir
+    with pytest.raises(VariantError, match=r"two mask_mod functions; join them with `&`"):
+        variant(causal, mask_mod=causal)
+    with pytest.raises(VariantError, match=r"Causal is a variant already; join variants with `&`"):
+        variant(Causal(), score_mod=double)
+
+
+def test_compiled_functions_are_what_was_compiled():
+    """And `torch.compile` compiles nothing for it."""
+
+    def double(s, b, h, q, k):
+        return s * 2
+
+    class Module(torch.nn.Module):
+        def forward(self, s, b, h, q, k):
+            return s * 3
+
+    compiled = torch.compile(double, backend="eager")
+    assert as_variant(compiled).bind(DIMS).ir == as_variant(double).bind(DIMS).ir
+    assert run(variant(score_mod=compiled), "score_mod", score=3.0) == 6
+    assert variant(score_mod=compiled).name == "score_mod(double)"
+    assert run(as_variant(torch.compile(Module(), backend="eager")), "score_mod", score=3.0) == 9
 
 
 def test_names():

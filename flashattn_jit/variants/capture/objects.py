@@ -75,6 +75,19 @@ def attribute(value: object, name: str) -> Any:
         return ABSENT
 
 
+def uncompiled(fn: Any) -> Any:
+    """The function or module that `torch.compile` was given; anything else unchanged."""
+    if torch.compiler.is_dynamo_compiling():
+        return fn
+    own = attribute(fn, "__dict__")
+    if type(own) is not dict:
+        return fn
+    original = own.get("_torchdynamo_orig_callable")
+    if original is None and type(fn).__name__ == "OptimizedModule":
+        original = own.get("_modules", own).get("_orig_mod")
+    return fn if original is None else original
+
+
 def is_absent(value: object, name: str) -> bool:
     """Whether an attribute is absent; that of a property, which is code, counts as present."""
     if isinstance(static_attribute(type(value), name), property | functools.cached_property):
