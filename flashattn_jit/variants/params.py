@@ -241,13 +241,19 @@ class Param:
         if not isinstance(value, torch.Tensor):
             raise ParamError(
                 f"param {name!r} expects a tensor of shape [{self._dims_text()}], got "
-                f"{_describe(value)}; pass a torch.Tensor"
+                f"{_describe(value)}; pass {self._made_of(name, value)}"
             )
         if type(value) not in PLAIN or value.is_nested:
             refuse_unreadable(name, value)
         if value.dim() != len(self.dims):
-            one_request = self.dims[:1] == ("batch",) and value.dim() + 1 == len(self.dims)
-            remedy = f"; for a batch of one pass {name}[None]" if one_request else ""
+            remedy = ""
+            missing = self._sizes[: max(0, len(self.dims) - value.dim())]
+            if missing and all(size.may_be_one for size in missing):
+                remedy = f"; pass {name}[{', '.join(['None'] * len(missing))}]"
+            elif len(missing) == 1 and self.dims[0] == "batch":
+                remedy = f"; for a batch of one pass {name}[None]"
+            elif self.dims == ("num_q_heads",) and value.dim() == 2:
+                remedy = f"; for values of each request, write a score_mod that reads {name}[b, h]"
             raise ParamError(
                 f"param {name!r} expects {len(self.dims)} dims [{self._dims_text()}], got shape "
                 f"{list(value.shape)}{remedy}"
@@ -264,6 +270,15 @@ class Param:
                 "bool, integer or real floating dtype"
             )
         return value
+
+    def _made_of(self, name: str, value: Any) -> str:
+        """A tensor made of a number or a list of numbers, in Python, for messages."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            sizes = "".join(f"{str(d).removesuffix('|1')}, " for d in self.dims).rstrip()
+            sizes = sizes if len(self.dims) == 1 else sizes.rstrip(",")
+            return f"torch.full(({sizes}), {value})"
+        is_list = isinstance(value, list | tuple)
+        return f"torch.tensor({name})" if is_list else "a torch.Tensor"
 
     def _dims_text(self) -> str:
         return ", ".join(str(d) for d in self.dims)

@@ -537,7 +537,7 @@ def check_offset(q_offset: object, requests: str) -> int:
     ):
         raise InputError(
             f'q_offset must be an int, a tensor [{requests}] or "end", got '
-            f"{type(q_offset).__name__}"
+            f"{checks.no_tensor('q_offset', q_offset)}"
         )
     return _in_range("q_offset", q_offset)
 

@@ -176,10 +176,12 @@ def check_head_dims(head_dim: int, k_head_dim: int, head_dim_v: int) -> None:
             raise InputError(f"{name}={value} is not supported; it must be 1 to {MAX_HEAD_DIM}")
 
 
-def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int, dim: int = 1) -> None:
+def check_heads(
+    num_q_heads: int, num_kv_heads: int, v_heads: int, dim: int = 1, hint: str = ""
+) -> None:
     """Raises InputError unless num_kv_heads divides num_q_heads and is the same in k and v.
 
-    dim: that of the heads in k and v.
+    dim: that of the heads in k and v. hint: the end of the message where it does not divide.
     """
     if num_kv_heads != v_heads:
         remedy = "pass k and v of the same layer: each head of k has one of v"
@@ -197,6 +199,7 @@ def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int, dim: int = 1)
     if num_q_heads % num_kv_heads:
         raise InputError(
             f"k has num_kv_heads={num_kv_heads}, which does not divide num_q_heads={num_q_heads}"
+            f"{hint}"
         )
 
 
@@ -229,7 +232,13 @@ def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
     if v_batch != batch:
         raise InputError(f"v has batch={v_batch}, but q has batch={batch}")
-    check_heads(num_q_heads, num_kv_heads, v_heads)
+    hint = ""
+    if 0 < kv_len == v_len and q_len % kv_len == 0:
+        hint = (
+            "; tensors are [batch, heads, tokens, head_dim]: if yours are [batch, tokens, heads, "
+            "head_dim], pass q.transpose(1, 2), and k and v likewise"
+        )
+    check_heads(num_q_heads, num_kv_heads, v_heads, hint=hint)
     if kv_len != v_len:
         raise InputError(f"v has kv_len={v_len}, but k has kv_len={kv_len}")
     check_head_dims(row_dim(q), row_dim(k), row_dim(v))
@@ -312,7 +321,8 @@ def _number_of(scale: torch.Tensor) -> float:
     if scale.dim() or scale.is_complex() or scale.dtype == torch.bool:
         raise InputError(
             f"scale must be a float, a 0-dim cpu tensor or None, got a tensor {list(scale.shape)} "
-            f"of {scale.dtype}"
+            f"of {scale.dtype}; a scale for each head is a score_mod: pass scale=1.0 and return "
+            "score * scale[h]"
         )
     if scale.device.type != "cpu":
         raise InputError(
@@ -371,9 +381,16 @@ def check_lengths(
     name: str, value: torch.Tensor, batch: int, low: int, high: int
 ) -> tuple[int, ...]:
     """An int32 or int64 CPU tensor [batch] with entries in [low, high], as ints."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise InputError(
+            f"{name} must be an int32 or int64 cpu tensor [batch={batch}], got the int {value}; "
+            f"for all requests pass torch.full(({batch},), {value})"
+        )
     check_host_integers(name, value)
     if value.dim() != 1 or value.shape[0] != batch:
-        raise InputError(f"{name} must be [batch={batch}], got {tuple(value.shape)}")
+        is_one = value.dim() <= 1 and value.numel() == 1
+        remedy = f"; for all requests pass torch.full(({batch},), {value.item()})" if is_one else ""
+        raise InputError(f"{name} must be [batch={batch}], got {tuple(value.shape)}{remedy}")
     entries = tuple(value.tolist())
     for i, entry in enumerate(entries):
         if not low <= entry <= high:
@@ -400,7 +417,10 @@ def check_out_layout(
     if out.numel() == 0:
         return
     if name == "out" and out.stride(-1) != 1 and out.shape[-1] > 1:
-        raise InputError(f"out's last dim must be contiguous, its stride is {out.stride(-1)}")
+        raise InputError(
+            f"out's last dim must be contiguous, its stride is {out.stride(-1)}; pass "
+            f"torch.empty({list(shape)}, dtype={dtype}), or leave out= away and copy the result"
+        )
     if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
         raise InputError(f"{name} is an expanded tensor: several entries share one address")
     if not _dense(out):

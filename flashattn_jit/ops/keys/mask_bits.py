@@ -125,12 +125,31 @@ def flat_params(
     wrong = (begins < 0) | (ends - begins < counts)
     if bool(wrong.any()):
         b = int(wrong.nonzero()[0, 0])
+        remedy = "" if not is_packed else _packing_remedy(num_bits, counts, starts, bit_indptr)
         raise InputError(
             f"request {b} has q_len={q_lens[b]} x kv_len={kv_lens[b]} bits, but Bits.bits has "
             f"{num_bits} bits, of which bits {int(starts[b])} to {int(starts[b + 1])} are its own"
+            f"{remedy}"
         )
     first = begins - (q_len.cumsum(0) - q_len) * sizes
     return {"sparsity_first": first.to(device), "sparsity_bits": _as_words(bits)}
+
+
+def _packing_remedy(
+    num_bits: int, counts: Tensor, starts: Tensor, bit_indptr: Tensor | None
+) -> str:
+    """What to do about packed bits that are too few, where their layout says it."""
+    if bit_indptr is None and num_bits >= int(counts.sum()):
+        return (
+            "; packed bits begin a new byte in each request: pack each request's alone, or give "
+            "bit_indptr, which counts bits"
+        )
+    if bit_indptr is not None and torch.equal(starts.diff(), (counts + 7) // 8):
+        return (
+            "; bit_indptr counts bits, FlashInfer's mask_indptr counts bytes: multiply it by 8, "
+            "or leave it out"
+        )
+    return ""
 
 
 def _as_words(bits: Tensor) -> Tensor:

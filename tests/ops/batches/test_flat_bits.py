@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flashattn_jit as fa
+from flashattn_jit.ops.keys.mask_bits import flat_params
 from tests.batch.batches import Batch
 from tests.batch.oracle import Math, check
 from tests.batch.sparse import flat_bits
@@ -127,6 +128,13 @@ def test_one_graph_replays_plans_with_other_bits() -> None:
         batch.plan(b.q_indptr, b.storage, sparsity=large)
 
 
+def test_bits_packed_over_the_ends_of_requests() -> None:
+    bits, device = torch.ones(2, dtype=torch.uint8), torch.device("cpu")
+    with pytest.raises(fa.InputError, match=r"begin a new byte in each request: .* bit_indptr"):
+        flat_params(bits, None, (2, 2, 2), (2, 2, 2), device)
+    flat_params(bits, torch.tensor([0, 4, 8, 12]), (2, 2, 2), (2, 2, 2), device)
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "dtype": (fa.Bits(torch.zeros(100)), r"bits must be a bool tensor \[num_bits\] or a packed"),
     "list": (fa.Bits([True]), "got list"),  # type: ignore[arg-type]
@@ -136,6 +144,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         "request 1 has q_len=4 x kv_len=20 bits, but Bits.bits has 99 bits, of which bits 20 to 100"
     ),
     "few packed": (fa.Bits(torch.ones(12, dtype=torch.uint8)), "has 96 bits, of which bits 24 to"),
+    "indptr in bytes": (
+        fa.Bits(torch.ones(13, dtype=torch.uint8), torch.tensor([0, 3, 13])),
+        "bits 0 to 3 are its own; bit_indptr counts bits, .*multiply it by 8, or leave it out",
+    ),
     "indptr": (
         fa.Bits(torch.ones(200, dtype=torch.bool), torch.tensor([0, 19, 200])),
         "request 0 has q_len=2 x kv_len=10 bits, .* of which bits 0 to 19 are its own",

@@ -87,6 +87,11 @@ ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
         fa.InputError,
         r"num_kv_heads=3, which does not divide num_q_heads=4",
     ),
+    "tokens_before_heads": (
+        lambda: call(q=zeros(B, SQ, HQ, D), k=zeros(B, SKV, HKV, D), v=zeros(B, SKV, HKV, D)),
+        fa.InputError,
+        r"num_kv_heads=12.*\[batch, heads, tokens, head_dim\]: .* pass q\.transpose\(1, 2\)",
+    ),
     "more_kv_heads": (
         lambda: call(k=zeros(B, 8, SKV, D), v=zeros(B, 8, SKV, D)),
         fa.InputError,
@@ -151,6 +156,21 @@ ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
         r"q",
     ),
     "scale_nan": (lambda: call(scale=float("nan")), fa.InputError, r"scale=nan must be finite"),
+    "scale_of_heads": (
+        lambda: call(scale=zeros(HQ)),
+        fa.InputError,
+        r"got a tensor \[4\].*score_mod: pass scale=1\.0 and return score \* scale\[h\]",
+    ),
+    "offset_list": (
+        lambda: call(q_offset=[3]),
+        fa.InputError,
+        r"got list; make one: torch\.tensor\(q_offset, dtype=torch\.int32\)",
+    ),
+    "offset_of_one": (
+        lambda: call(q_offset=torch.tensor([3])),
+        fa.InputError,
+        r"\[batch=2\], got \(1,\); for all requests pass torch\.full\(\(2,\), 3\)",
+    ),
     "scale_text": (lambda: call(scale="1"), fa.InputError, r"scale must be a float"),
     "scale_bool": (lambda: call(scale=True), fa.InputError, r"scale must be a float"),
     "offset_text": (lambda: call(q_offset="start"), fa.InputError, r'"end", got .start'),
@@ -166,6 +186,11 @@ ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
         lambda: call(kv_len=[3, 4]),
         fa.InputError,
         r"kv_len must be an int32 or int64 cpu tensor",
+    ),
+    "kv_len_int": (
+        lambda: call(kv_len=3),
+        fa.InputError,
+        r"\[batch=2\], got the int 3; for all requests pass torch\.full\(\(2,\), 3\)",
     ),
     "kv_len_shape": (
         lambda: call(kv_len=torch.tensor([3])),
@@ -186,6 +211,11 @@ ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
     "out_list": (lambda: call(out=[1]), fa.InputError, r"out must be a torch.Tensor, got list"),
     "out_dtype": (lambda: call(out=q(dtype=torch.bfloat16)), fa.InputError, r"out must be"),
     "out_expanded": (lambda: call(out=zeros(1).expand(B, HQ, SQ, D)), fa.InputError, r"out"),
+    "out_last_stride": (
+        lambda: call(out=zeros(B, HQ, D, SQ).transpose(2, 3)),
+        fa.InputError,
+        r"stride is 8; pass torch\.empty\(\[2, 4, 8, 16\], dtype=torch\.float32\), or leave",
+    ),
     "out_is_q": (lambda: call(q=_SHARED_Q, out=_SHARED_Q), fa.InputError, r"out shares memory"),
     "out_overlaps": (
         lambda: call(
@@ -247,6 +277,31 @@ ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
         r"window",
     ),
     "param_text": (lambda: call(variant=NEEDS, **GOOD, cap="30"), fa.ParamError, r"cap"),
+    "prefix_is_a_number": (
+        lambda: call(variant=fa.PrefixLM(5)),
+        fa.ParamError,
+        r"int 5; pass torch\.full\(\(batch,\), 5\)",
+    ),
+    "sink_is_a_number": (
+        lambda: call(variant=fa.Sink(0.0)),
+        fa.ParamError,
+        r"pass torch\.full\(\(num_q_heads,\), 0\.0\)",
+    ),
+    "bias_of_pairs": (
+        lambda: call(variant=fa.AdditiveBias(zeros(SQ, SKV))),
+        fa.ParamError,
+        r"got shape \[8, 12\]; pass bias\[None, None\]",
+    ),
+    "bias_of_heads": (
+        lambda: call(variant=fa.AdditiveBias(zeros(HQ, SQ, SKV))),
+        fa.ParamError,
+        r"; pass bias\[None\]",
+    ),
+    "slopes_of_requests": (
+        lambda: call(variant=fa.ALiBi(zeros(B, HQ))),
+        fa.ParamError,
+        r"got shape \[2, 4\]; .* a score_mod that reads slopes\[b, h\]",
+    ),
     "hook_item": (
         lambda: call(variant=score(lambda s, b, h, i, j: s + i.item())),
         fa.TraceError,
@@ -556,8 +611,6 @@ def test_what_users_of_flex_attention_write() -> None:
             fa.attention(q, q, q, variant, **given)
     with pytest.raises(fa.ParamError, match=r"pass documents\[None\]"):
         fa.DocumentMask(torch.zeros(8, dtype=torch.int32))
-    with pytest.raises(fa.VariantError, match=r"wrap it as fa.variant\(mask_mod=...\)"):
-        fa.Causal() & (lambda b, h, i, j: i >= j)
 
 
 def test_a_misspelt_param_beside_a_missing_one() -> None:
