@@ -482,10 +482,10 @@ def variant(
     if mod is not None:
         if isinstance(mod, Variant):
             raise VariantError(f"{mod.name} is a variant already; join variants with `&`")
-        for hook, fn in as_variant(mod).hooks().items():
-            if given[hook] is not None:
-                raise VariantError(f"variant() got two {hook} functions; join them with `&`")
-            given[hook] = fn
+        hook, fn = _bare_hook(mod)
+        if given[hook] is not None:
+            raise VariantError(f"variant() got two {hook} functions; join them with `&`")
+        given[hook] = fn
     hooks: dict[str, Any] = {}
     for hook, fn in given.items():
         if fn is not None:
@@ -550,6 +550,12 @@ def as_variant(x: Any) -> Variant:
         return FULL
     if isinstance(x, Variant):
         return x
+    hook, fn = _bare_hook(x)
+    return FunctionVariant({hook: fn}, _name_of({hook: fn}))
+
+
+def _bare_hook(x: Any) -> tuple[str, Any]:
+    """Which hook a bare function is, and the function. Raises VariantError."""
     if isinstance(x, type) and issubclass(x, Variant):
         raise VariantError(f"got the class {x.__name__}; make a variant of it: {x.__name__}()")
     if isinstance(x, CppHook):
@@ -579,7 +585,7 @@ def as_variant(x: Any) -> Variant:
             f"a bare function must take 4 arguments (mask_mod: b, h, q_idx, kv_idx) or 5 "
             f"(score_mod: score first), got {None if names is None else len(names)}"
         )
-    return FunctionVariant({hook: x}, _name_of({hook: x}))
+    return hook, x
 
 
 def is_pointwise(variant: Variant) -> bool:

@@ -169,6 +169,9 @@ MADE: dict[str, Callable[[Tensor, int], Any]] = {
     "assigned": assigned,
     "variant": lambda t, n: fa.variant(score_mod=closure(t, n), mask_mod=Near(n)),
     "and": lambda t, n: fa.SlidingWindow(n) & fa.SoftCap(cap=9.0) & fa.ALiBi(slopes=t),
+    "and of functions": lambda t, n: causal & fa.variant(closure(t, n)) & (
+        lambda b, h, i, j: i - j < n
+    ),
     "approximate": lambda t, n: fa.SoftCap(cap=9.0, approximate=True) & fa.SlidingWindow(n),
     "approximate function": lambda t, n: lambda s, b, h, i, j: t[h] * n * fa.tanh_approx(s),
     "or, named": lambda t, n: fa.SlidingWindow(n).named("a") | fa.SlidingWindow(n + 3).named("b"),
