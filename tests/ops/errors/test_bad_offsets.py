@@ -75,7 +75,7 @@ OFFSETS: dict[str, tuple[Any, str]] = {
     "low entry": (torch.tensor([0, -(2**30) - 1]), r"q_offset\[1\]=-1073741825 is outside of"),
 }
 LENGTHS: dict[str, tuple[Any, str]] = {
-    "int": (3, "kv_len must be an int32 or int64 cpu tensor, got int"),
+    "int": (3, r"kv_len must be an int32 or int64 cpu tensor \[batch=2\], got the int 3; .*full"),
     "list": ([1, 2], "kv_len must be an int32 or int64 cpu tensor, got list"),
     "text": ("end", "kv_len must be an int32 or int64 cpu tensor, got str"),
     "too many": (torch.zeros(3, dtype=torch.int64), r"kv_len must be \[batch=2\], got \(3,\)"),
