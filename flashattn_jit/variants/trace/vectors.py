@@ -446,7 +446,7 @@ def _dot(input: Any, other: Any, dim: int = -1) -> Value:
     return _total("sum", binary("mul", a, b))
 
 
-@op("matmul", "__matmul__", "mm", "mv", "bmm", "einsum", "linear", elementwise=False)
+@op("matmul", "__matmul__", "mm", "mv", "bmm", elementwise=False)
 def _matmul(input: Any, other: Any = None, *args: Any) -> Value:
     if all(isinstance(x, Value | Captured) and x.ndim == 1 for x in (input, other)):
         return _dot(input, other)
@@ -472,10 +472,3 @@ def _norm(
     if power == 1:
         return reduce("sum", size, dim, keepdim)
     return tracer().refuse(f"a norm of order {power}", "use order 1, 2 or inf")
-
-
-@op("var", "std", elementwise=False)
-def _var(input: Any, *args: Any, **kw: Any) -> Any:
-    return tracer().refuse(
-        "var and std", "write the mean of squares: `((x - x.mean(-1, keepdim=True)) ** 2).mean(-1)`"
-    )
