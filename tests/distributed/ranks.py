@@ -1,7 +1,8 @@
-"""Runs a function on every rank of a gloo group, each rank a forked process of one thread.
+"""Runs functions on every rank of a gloo group, each rank a forked process of one thread.
 
-`on_ranks(2, "tests.distributed.programs:equal")` calls the function with the rank's mesh. Where a
-rank raises or is killed, its traceback or signal is in the message.
+`on_ranks(2, "tests.distributed.programs:equal")` calls the function with the rank's mesh. A group
+takes seconds to start: `in_one_group` calls several functions one after another. Where a rank
+raises or is killed, its traceback or signal is in the message, with the call that raised.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -35,7 +36,17 @@ def on_ranks(
 
     Raises AssertionError unless all others end without an error, in time.
     """
-    request = {"ranks": num_ranks, "function": function, "timeout_s": timeout_s, "given": given}
+    return in_one_group(num_ranks, [(function, given)], timeout_s=timeout_s)
+
+
+def in_one_group(
+    num_ranks: int,
+    calls: Sequence[tuple[str, Mapping[str, Any]]],
+    *,
+    timeout_s: float = GROUP_TIMEOUT_S,
+) -> list[str]:
+    """As `on_ranks`, for calls of functions with what is given to them: the texts of the last."""
+    request = {"ranks": num_ranks, "calls": calls, "timeout_s": timeout_s}
     done = processes.run(
         ["-m", "tests.distributed.ranks", json.dumps(request)], timeout=LIMIT_S + 30
     )
@@ -54,10 +65,15 @@ def _rank(request: Mapping[str, Any], rank: int, store: str) -> str:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=request["ranks"],
         timeout=timedelta(seconds=request["timeout_s"]),
     )  # fmt: skip
-    module, _, name = request["function"].partition(":")
-    mesh = init_device_mesh("cpu", (request["ranks"],))
-    torch.manual_seed(0)
-    words = getattr(import_module(module), name)(mesh, **request["given"])
+    mesh, words = init_device_mesh("cpu", (request["ranks"],)), None
+    for function, given in request["calls"]:
+        module, _, name = function.partition(":")
+        torch.manual_seed(0)
+        try:
+            words = getattr(import_module(module), name)(mesh, **given)
+        except BaseException as error:
+            error.add_note(f"in {function} of {given}")
+            raise
     return "" if words is None else str(words)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import flashattn_jit as fa
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import in_one_group, on_ranks
 from tests.harness import processes
 
 FAILING = "tests.distributed.failing:"
@@ -33,33 +33,17 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout() -> None:
     assert last == "late" and all("timeout" in words for words in said)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_plans_that_differ_are_an_error_of_all(ranks) -> None:
-    on_ranks(ranks, FAILING + "differing", timeout_s=60)
-
-
-def test_what_one_rank_does_wrong_is_an_error_of_all() -> None:
-    on_ranks(2, FAILING + "one_wrong", timeout_s=60)
-
-
-def test_options_of_other_calls_are_refused() -> None:
-    on_ranks(2, FAILING + "options", timeout_s=60)
-
-
-def test_copies_are_refused() -> None:
-    on_ranks(1, FAILING + "copied", timeout_s=60)
-
-
-def test_another_thread_runs() -> None:
-    on_ranks(2, FAILING + "threads", timeout_s=60)
-
-
-def test_tracers_are_refused() -> None:
-    on_ranks(1, FAILING + "traced", timeout_s=60)
-
-
-def test_meshes_that_cannot_be_used() -> None:
-    on_ranks(2, FAILING + "meshes", timeout_s=60)
+@pytest.mark.parametrize(
+    ("ranks", "functions"),
+    [
+        (1, ["copied", "traced"]),
+        (2, ["differing", "one_wrong", "options", "threads", "meshes"]),
+        (3, ["differing"]),
+    ],
+)
+def test_errors_of_every_rank(ranks, functions) -> None:
+    """The functions run one after another in a group, which an error leaves usable."""
+    in_one_group(ranks, [(FAILING + function, {}) for function in functions], timeout_s=60)
 
 
 def test_a_group_that_is_not_initialised() -> None:
