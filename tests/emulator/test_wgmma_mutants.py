@@ -1,19 +1,15 @@
 """Mistakes planted in the wgmma kernels are found in some order of their asynchronous operations,
 and none in the unchanged kernels, whose bits depend on no order.
 
-As in test_mutants.py, a mutant is a change of the headers' text, or of the rendered source, whose
-PTX then runs in a call.
+See tests/emulator/mutants.py.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,14 @@ from flashattn_jit.jit.cache import entry
 from flashattn_jit.jit.emulator import programs
 from flashattn_jit.jit.emulator.library import library
 from flashattn_jit.ops.device import emulated
-from tests.cuda.kernels import ptx_of_source
+from tests.emulator.mutants import (
+    SOURCE,
+    Mutant,
+    check_texts,
+    mutated_headers,
+    plant,
+    run_mutated,
+)
 from tests.emulator.wgmma_calls import CALLS, few_workers  # noqa: F401
 from tests.harness import rotation
 from tests.harness.toolkit import needs_nvcc
@@ -35,30 +38,6 @@ pytestmark = [needs_nvcc, pytest.mark.usefixtures("few_workers")]
 COPIES = "FLASHATTN_JIT_EMULATOR_COPIES"
 MODES = ("late", "early", *(f"random:{seed}" for seed in range(4)))
 SEEDS = range(200 if rotation.takes_all() else 20)
-TARGET = "sm_90a"
-SOURCE = "kernel.cu"
-"""Stands for the rendered source among the names of headers."""
-
-Edit = tuple[str, str, str, int]
-"""A file below fajit/cuda or `SOURCE`, the text that is replaced, the new text, and which of the
-occurrences of the old one is meant."""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """found: what finds it: kinds of faults, "NaN" or "wrong" values; the first mode decides.
-
-    host: the change is one of the host's code, so the whole artifact is compiled. more_shared:
-    bytes of shared memory added to the launch.
-    """
-
-    name: str
-    call: str
-    found: tuple[str, ...]
-    edits: tuple[Edit, ...]
-    host: bool = False
-    more_shared: int = 0
-
 
 PREFILL, PRODUCER, RING = "wgmma/prefill.h", "wgmma/producer.h", "wgmma/ring.h"
 PRODUCTS, MAPS, GROUP = "wgmma/products.h", "wgmma/maps.h", "ptx/warpgroup.h"
@@ -102,14 +81,6 @@ STUCK, FLIGHT, PROXY, ORDER = ("deadlock",), ("in flight",), ("proxy",), ("fence
 VALUES, NAN, BOUNDS, EXIT = ("wrong",), ("NaN",), ("out of bounds",), ("exit",)
 RACE = ("race", "in flight", "uninitialised")  # which of them depends on timing
 LOST = (*RACE, *STUCK, "mbarrier", *VALUES, *NAN)  # phases or stages are out of step
-
-
-def plant(
-    name: str, call: str, found: tuple[str, ...], file: str, old: str, new: str, place: int = 0,
-    **more: Any,
-) -> Mutant:  # fmt: skip
-    """A mutant of one edit."""
-    return Mutant(name, call, found, ((file, old, new, place),), **more)
 
 
 MUTANTS = (
@@ -423,60 +394,6 @@ MUTANTS = (
 )  # fmt: skip
 
 
-def changed(text: str, edit: Edit) -> str:
-    """The text with one edit."""
-    file, old, new, place = edit
-    parts = text.split(old)
-    count = len(parts) - 1
-    assert -count <= place < count, f"{file} has {count} times {old!r}"
-    at = place % count + 1
-    return old.join(parts[:at]) + new + old.join(parts[at:])
-
-
-def mutated_headers(mutant: Mutant, tmp_path: Path) -> Path:
-    """A copy of the include folder with the mutant's edits of headers."""
-    include = tmp_path / "include"
-    shutil.copytree(env.include_dir(), include)
-    for edit in mutant.edits:
-        header = include / "fajit/cuda" / edit[0]
-        if edit[0] != SOURCE:
-            header.write_text(changed(header.read_text(), edit))
-    return include
-
-
-def mutated_ptx(mutant: Mutant, include: Path, original: _C.Module) -> str:
-    """The PTX of the module's rendered source with the mutant's edits."""
-    source = Path(original.path).with_name(SOURCE).read_text()
-    for edit in mutant.edits:
-        if edit[0] == SOURCE:
-            source = changed(source, edit)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(env, "include_dir", lambda: include)
-        return ptx_of_source(source, TARGET)
-
-
-class MoreShared(programs.Program):
-    """A program whose launches have more shared memory."""
-
-    more = 0
-
-    def run(self, kernel: str, grid: Any, block: Any, shared_bytes: int, *rest: Any, **named: Any):
-        super().run(kernel, grid, block, shared_bytes + self.more, *rest, **named)
-
-
-def plant_in_programs(mutant: Mutant, include: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of modules become the mutant's."""
-    made: dict[str, programs.Program] = {}
-
-    def mutated(original: _C.Module) -> programs.Program:
-        if original.path not in made:
-            program = made[original.path] = MoreShared(mutated_ptx(mutant, include, original))
-            program.more = mutant.more_shared
-        return made[original.path]
-
-    monkeypatch.setattr(emulated, "program", mutated)
-
-
 def plant_in_artifacts(include: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Artifacts are compiled from the mutant's headers."""
     library()  # of the emulator, which the other cache does not have
@@ -509,23 +426,16 @@ def outcomes(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, str]]:
     """(mode, outcome) of the mutant's call in all modes."""
-    include = mutated_headers(mutant, tmp_path)
     if mutant.host:
-        plant_in_artifacts(include, monkeypatch, tmp_path / "cache")
+        plant_in_artifacts(mutated_headers(mutant, tmp_path), monkeypatch, tmp_path / "cache")
     else:
-        plant_in_programs(mutant, include, monkeypatch)
+        run_mutated(mutant, tmp_path, monkeypatch)
     for mode in MODES:
         yield mode, outcome(mode, mutant.call, monkeypatch)
 
 
 def test_the_headers_have_the_texts() -> None:
-    """Runs take some of the mutants by turns."""
-    folder = env.include_dir() / "fajit/cuda"
-    for mutant in MUTANTS:
-        texts = {e[0]: (folder / e[0]).read_text() for e in mutant.edits if e[0] != SOURCE}
-        for edit in mutant.edits:
-            if edit[0] != SOURCE:
-                texts[edit[0]] = changed(texts[edit[0]], edit)
+    check_texts(MUTANTS)
 
 
 @pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 7), ids=lambda m: m.name)

@@ -1,6 +1,6 @@
 """Mistakes planted in the kernel of head dims above 256 are found, and none in the kernel itself.
 
-See tests/emulator/test_mutants.py.
+See tests/emulator/mutants.py.
 """
 
 from __future__ import annotations
@@ -13,28 +13,25 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit import _C
-from flashattn_jit.codegen.spec import KernelSpec
-from tests.emulator.test_mutants import (
+from tests.emulator.mutants import (
     BARRIER,
     PRODUCTS,
     RACE,
     SCORES,
     WRONG,
+    WRONG_RESULT,
     Mutant,
     assert_found,
     check_texts,
     difference,
+    plant,
     random,
     run_mutated,
-    spec_of,
 )
 from tests.harness import rotation
 from tests.harness.toolkit import needs_nvcc
 
 pytestmark = needs_nvcc
-
-_BATCHES: list[fa.BatchAttention] = []
 
 
 def dense(head_dim: int, head_dim_v: int, target: str, variant: Any = None) -> float:
@@ -52,7 +49,6 @@ def batch(target: str, kv_format: fa.kv.Format | None = None, v_in_k: bool = Tru
             fa.Causal(), num_q_heads=4, num_kv_heads=1, head_dim=576, head_dim_v=512,
             v_in_k=v_in_k, q_dtype=dtype, kv_format=kv_format, target=where,
         )  # fmt: skip
-        _BATCHES.append(made)
         indptr = torch.tensor([0, 3, 40], dtype=torch.int32)
         made.plan(indptr, fa.Ragged(torch.tensor([0, 60, 140], dtype=torch.int32)))
         keys = kv_format.quantize(rows) if kv_format else rows.to(dtype)
@@ -73,33 +69,33 @@ CALLS: dict[str, Callable[[], float]] = {
 WIDE, PARTNER = "mma_sync/prefill_wide.h", "wait_for_partner();"
 
 MUTANTS = (
-    Mutant("tiles read before the barrier", WIDE, BARRIER, "", "two stages", 2, RACE),
-    Mutant("keys overwritten too early", WIDE, BARRIER, "", "one stage", 4, RACE),
-    Mutant("rows overwritten too early", WIDE, BARRIER, "", "in keys, one stage", 5, RACE),
-    Mutant("codes read before they are widened", WIDE, BARRIER, "", "codes", 3, RACE),
-    Mutant("tiles overwritten by states", WIDE, BARRIER, "", "two stages", -1, RACE),
-    Mutant("maxima read early", WIDE, PARTNER, "", "two stages", 1, RACE),
-    Mutant("maxima overwritten by weights", WIDE,
-           "__syncwarp();  // all lanes have read before one stores weights there", "",
-           "two stages", 0, RACE),
-    Mutant("weights read early", WIDE, PARTNER, "", "two stages", 0, RACE),
-    Mutant("weights overwritten by sums", WIDE, PARTNER, "", "two stages", 2, RACE),
-    Mutant("sums read early", WIDE, PARTNER, "", "two stages", 3, RACE),
-    Mutant("rows written early", WIDE, PARTNER, "", "two stages", -2, RACE),
-    Mutant("rows overwritten while written", WIDE, PARTNER, "", "two stages", -1, RACE),
-    Mutant("maxima of a half", WIDE, "best[i] = fmaxf(best[i], *word_of(i, half_));", "",
-           "two stages"),
-    Mutant("sums of a half", WIDE, "softmax.sum[i] += *word_of(i, half_);",
-           "softmax.sum[i] += 0.0f;", "two stages"),
-    Mutant("positions of the first half", WIDE, "tile.begin + half_ * kHalfKeys, tile.end",
-           "tile.begin, tile.end", "two stages"),
-    Mutant("rows of another group", SCORES, "thread / 32 % kGroups", "thread / 64", "two stages"),
-    Mutant("no last columns", PRODUCTS, "if constexpr (kWhole < kChunks) {",
-           "if constexpr (false) {", "one stage, narrow"),
-    Mutant("the half before", WIDE, "block_chunk(lane_) + half_ * 2", "block_chunk(lane_)",
-           "two stages"),
-    Mutant("more dims than there are", WIDE,
-           "if (d * 16 + 16 == Config::kDimV && half_ == 1) continue;", "", "odd halves", 0, RACE),
+    plant("tiles read before the barrier", "two stages", RACE, WIDE, BARRIER, "", 2),
+    plant("keys overwritten too early", "one stage", RACE, WIDE, BARRIER, "", 4),
+    plant("rows overwritten too early", "in keys, one stage", RACE, WIDE, BARRIER, "", 5),
+    plant("codes read before they are widened", "codes", RACE, WIDE, BARRIER, "", 3),
+    plant("tiles overwritten by states", "two stages", RACE, WIDE, BARRIER, "", -1),
+    plant("maxima read early", "two stages", RACE, WIDE, PARTNER, "", 1),
+    plant("maxima overwritten by weights", "two stages", RACE, WIDE,
+          "__syncwarp();  // all lanes have read before one stores weights there", ""),
+    plant("weights read early", "two stages", RACE, WIDE, PARTNER, ""),
+    plant("weights overwritten by sums", "two stages", RACE, WIDE, PARTNER, "", 2),
+    plant("sums read early", "two stages", RACE, WIDE, PARTNER, "", 3),
+    plant("rows written early", "two stages", RACE, WIDE, PARTNER, "", -2),
+    plant("rows overwritten while written", "two stages", RACE, WIDE, PARTNER, "", -1),
+    plant("maxima of a half", "two stages", WRONG_RESULT, WIDE,
+          "best[i] = fmaxf(best[i], *word_of(i, half_));", ""),
+    plant("sums of a half", "two stages", WRONG_RESULT, WIDE,
+          "softmax.sum[i] += *word_of(i, half_);", "softmax.sum[i] += 0.0f;"),
+    plant("positions of the first half", "two stages", WRONG_RESULT, WIDE,
+          "tile.begin + half_ * kHalfKeys, tile.end", "tile.begin, tile.end"),
+    plant("rows of another group", "two stages", WRONG_RESULT, SCORES, "thread / 32 % kGroups",
+          "thread / 64"),
+    plant("no last columns", "one stage, narrow", WRONG_RESULT, PRODUCTS,
+          "if constexpr (kWhole < kChunks) {", "if constexpr (false) {"),
+    plant("the half before", "two stages", WRONG_RESULT, WIDE, "block_chunk(lane_) + half_ * 2",
+          "block_chunk(lane_)"),
+    plant("more dims than there are", "odd halves", RACE, WIDE,
+          "if (d * 16 + 16 == Config::kDimV && half_ == 1) continue;", ""),
 )  # fmt: skip
 
 
@@ -116,14 +112,5 @@ def test_the_headers_have_the_texts() -> None:
 def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_mutated(mutant, tmp_path, monkeypatch, kernel_of)
+    run_mutated(mutant, tmp_path, monkeypatch)
     assert_found(mutant, CALLS[mutant.call], WRONG)
-
-
-def kernel_of(module: _C.Module) -> KernelSpec:
-    """The spec of a module of a call or of one of this file's batches."""
-    for made in _BATCHES:
-        for kernel in made.in_force().first.kernels:
-            if kernel is not None and kernel.module is module:
-                return kernel.spec
-    return spec_of(module)
