@@ -7,7 +7,7 @@ are read again, and the cache is checked.
 
 from __future__ import annotations
 
-import random
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch
 import flashattn_jit as fa
 from tests.harness.rotation import some
 from tests.kv.engine import Engine, contents, same
+from tests.kv.machine import Items, Machine
 
 WINDOW, CHUNK, SINKS = 11, 12, 3
 MAX_LEN = 120
@@ -37,11 +38,17 @@ def spec(page_size: int) -> tuple[fa.kv.Spec, list]:
     return fa.kv.Spec(groups, page_size, torch.float32), keeps
 
 
-class Machine:
-    """One run of random operations; `log` tells what was done, for failures."""
+class StateMachine(Machine):
+    """All masks, pages, policies and layouts over the fake engine."""
+
+    weights: ClassVar = {
+        "open": 4, "step": 12, "fork": 2, "trim": 2, "close": 3, "suspend": 1, "resume": 2,
+        "fail": 2, "abort": 1, "wrong": 1, "clear": 0.1,
+    }  # fmt: skip
+    sizes, max_len, most = (0, 1, 1, 3, 17, 40), MAX_LEN, 8
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+        super().__init__(seed)
         self.size = self.random.choice([1, 4, 16])
         made, keeps = spec(self.size)
         pages = 4 + 160 // self.size
@@ -55,40 +62,29 @@ class Machine:
             lookback=self.random.choice([0, 0, 5]), clock=lambda: self.now,
         )  # fmt: skip
         self.engine = Engine(cache, keeps)
+        self.tokens, self.longest = self.engine.tokens, self.engine.longest
         self.cache = cache
-        self.log: list[str] = [f"page_size {self.size}, {policy}, lookback {cache.lookback}"]
+        self.log = [f"page_size {self.size}, {policy}, lookback {cache.lookback}"]
 
-    def run(self, steps: int) -> None:
-        operations = [
-            (self.open, 4), (self.step, 12), (self.fork, 2), (self.trim, 2), (self.close, 3),
-            (self.suspend, 1), (self.resume, 2), (self.fail, 2), (self.abort, 1), (self.wrong, 1),
-            (self.clear, 0.1),
-        ]  # fmt: skip
-        for _ in range(steps):
-            self.now += self.random.random() * 10
-            act = self.random.choices(*zip(*operations, strict=True))[0]
-            self.log.append(act.__name__)
-            act()
-            self.cache.check()
-            if live := self.live():
-                self.engine.verify(self.random.choice(live))
-        self.engine.verify_all()
-        for seq in self.cache.sequences:
-            seq.close()
-        self.cache.clear()
-        self.cache.check()
-        assert all(p.num_free == p.num_pages for p in self.cache.pools), "a page is lost"
+    def pass_time(self) -> None:
+        self.now += self.random.random() * 10
 
-    def live(self) -> list[fa.kv.Sequence]:
-        return [s for s in self.cache.sequences if not s.is_suspended]
+    def verify(self, seq: fa.kv.Sequence) -> None:
+        self.engine.verify(seq)
 
-    def new_tokens(self, count: int) -> list[int]:
-        return [self.random.randrange(2) for _ in range(count)]
+    def write(self, step: fa.kv.Step, items: Items) -> None:
+        self.engine.write(step)
+
+    def write_some(self, step: fa.kv.Step, items: Items) -> None:
+        self.engine.write(step, layers=self.random.randrange(5))
+
+    def backs(self, seq: fa.kv.Sequence) -> list[int]:
+        return [0, 1, 3, self.cache.lookback, 20]
 
     # --- operations -------------------------------------------------------------------------------
 
     def open(self) -> None:
-        if len(self.cache.sequences) > 8:
+        if len(self.cache.sequences) > self.most:
             return
         known = list(self.engine.tokens.values())
         prompt = list(self.random.choice(known)) if known else []
@@ -98,71 +94,6 @@ class Machine:
             prompt[:MAX_LEN], namespace=self.random.choice([b"", b"", b"other"]),
             priority=self.random.choice([0, 50]),
         )  # fmt: skip
-
-    def items(self) -> list[tuple[fa.kv.Sequence, list[int]]]:
-        live = self.live()
-        chosen = self.random.sample(live, self.random.randrange(len(live) + 1))
-        return [
-            (s, self.new_tokens(min(MAX_LEN - s.kv_len, self.random.choice([0, 1, 1, 3, 17, 40]))))
-            for s in chosen
-        ]
-
-    def step(self) -> None:
-        items, before = self.items(), contents(self.cache)
-        try:
-            self.engine.step(items)
-        except fa.OutOfPages as error:
-            assert error.needed > error.free + error.evictable
-            assert same(before, contents(self.cache))
-
-    def fork(self) -> None:
-        if (live := self.live()) and len(self.cache.sequences) <= 8:
-            self.engine.fork(self.random.choice(live))
-
-    def trim(self) -> None:
-        if not (live := self.live()):
-            return
-        seq = self.random.choice(live)
-        back = self.random.choice([0, 1, 3, self.cache.lookback, 20])
-        kv_len, before = max(0, seq.kv_len - back), contents(self.cache)
-        try:
-            seq.trim(kv_len)
-        except fa.InputError:
-            kept = self.engine.longest[seq.number] - self.cache.lookback
-            assert kv_len < kept, "lookback did not bound what was given up"
-            assert same(before, contents(self.cache))
-        else:
-            del self.engine.tokens[seq.number][kv_len:]
-
-    def close(self) -> None:
-        if self.cache.sequences:
-            self.random.choice(self.cache.sequences).close()
-
-    def suspend(self) -> None:
-        if live := self.live():
-            self.random.choice(live).suspend()
-
-    def resume(self) -> None:
-        suspended = [s for s in self.cache.sequences if s.is_suspended]
-        if not suspended:
-            return
-        seq = self.random.choice(suspended)
-        try:
-            seq.resume()
-        except fa.OutOfPages:
-            assert seq.is_suspended
-        else:
-            self.engine.verify(seq)
-
-    def fail(self) -> None:
-        """The model fails in the middle of a step, after some layers were written."""
-        items = self.items()
-        try:
-            with self.cache.step(items) as step:
-                self.engine.write(step, layers=self.random.randrange(5))
-                raise ZeroDivisionError
-        except (ZeroDivisionError, fa.OutOfPages):
-            pass
 
     def abort(self) -> None:
         try:
@@ -197,15 +128,7 @@ class Machine:
             self.random.choice(calls)()
         assert same(before, contents(self.cache))
 
-    def clear(self) -> None:
-        self.cache.clear()
-
 
 @pytest.mark.parametrize("seed", some(range(60), 10))
 def test_random_operations(seed: int) -> None:
-    machine = Machine(seed)
-    try:
-        machine.run(STEPS_A_SEED)
-    except BaseException:
-        print("\n".join(machine.log[:1] + machine.log[-30:]))
-        raise
+    StateMachine(seed).run(STEPS_A_SEED)
