@@ -1,9 +1,8 @@
 """The time that the tests of each folder take, and their budgets.
 
 A budget is in seconds of one worker, including the set-up of fixtures, with the kernels of the last
-run, on two cores of an idle server of 2024. The sum is 1,615 s, fourteen minutes of two workers.
-Without the kernels of an earlier run the tests take half as long again, most of it in ops and
-batch.
+run, on two cores of an idle server of 2024. Without the kernels of an earlier run the tests take
+half as long again, most of it in ops and batch.
 No test fails because a folder is slow: the table at the end of a run marks it.
 """
 
@@ -52,11 +51,15 @@ def add(report: pytest.TestReport) -> None:
 
 
 def table() -> list[str]:
-    """One line for each folder, the slowest first."""
+    """One line for each folder, the slowest first, and one for the sum of those with a budget."""
     lines = []
     for folder, spent in sorted(_spent.items(), key=lambda item: -item[1]):
         budget = BUDGET_S.get(folder)
         words = "" if budget is None else f" of {budget:4d} s"
         over = "  over its budget" if budget is not None and spent > budget else ""
         lines.append(f"{spent:7.1f}{words}  {_tests[folder]:5d} tests  {folder}{over}")
+    ran = [folder for folder in _spent if folder in BUDGET_S]
+    spent, budget = sum(_spent[f] for f in ran), sum(BUDGET_S[f] for f in ran)
+    tests = sum(_tests[f] for f in ran)
+    lines.append(f"{spent:7.1f} of {budget:4d} s  {tests:5d} tests  in all")
     return lines
