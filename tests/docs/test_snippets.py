@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from docs.generator.snippets import execute, snippets
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
+from tests.harness import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -67,6 +69,24 @@ NOT_RUN = {
 """Beginnings of commands that are not run, and why. Their options are checked by tests/cli."""
 
 
+SHELL_ONLY = re.compile(r"[|&;<>()`~*?\[{#!\\]|\$(?!PWD\b)")
+"""What only a shell can read."""
+
+
+def programs(command: str, cwd: Path) -> tuple[dict[str, str], list[str]] | None:
+    """The variables that a command sets, and the arguments of Python that run it; None where it
+    needs a shell."""
+    if SHELL_ONLY.search(command):
+        return None
+    words, given = shlex.split(command.replace("$PWD", str(cwd))), {}
+    while words and re.match(r"\w+=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        given[name] = value
+    if words[:1] == ["flashattn-jit"]:
+        return given, ["-m", "flashattn_jit", *words[1:]]
+    return (given, words[1:]) if words[:1] == ["python"] else None
+
+
 def sessions(page: Path) -> list[str]:
     """The commands of a page, after ``$ `` in its console blocks."""
     blocks = [s.text.replace("\\\n", " ") for s in snippets(page) if s.kind == "console"]
@@ -75,7 +95,11 @@ def sessions(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["tutorial.md", "cache.md", "command_line.md"])
 def test_sessions_run(name: str, tmp_path: Path) -> None:
-    """One after the other in one folder, as the pages say; each exits with 0."""
+    """One after the other in one folder, as the pages say; each exits with 0.
+
+    The page's first command and those that need a shell start interpreters; the others are forked
+    from a process that has imported torch.
+    """
     page = ROOT / "docs" / name
     service = next(
         s.text for s in snippets(ROOT / "docs" / "command_line.md") if s.kind == "python"
@@ -86,20 +110,22 @@ def test_sessions_run(name: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     for folder in (".local/share/bash-completion/completions", ".config/fish/completions"):
         (home / folder).mkdir(parents=True)
-    env = {
-        **os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home), "PYTHON": sys.executable,
-        "NO_COLOR": "1",
-    }  # fmt: skip
+    env = {**os.environ, "HOME": str(home), "NO_COLOR": "1"}
     if name == "command_line.md":  # which lists and clears the cache
         env["FLASHATTN_JIT_CACHE_DIR"] = str(tmp_path / "kernels")
 
-    def run(command: str) -> str:
+    def run(command: str, *, forked: bool = True) -> str:
+        if forked and (program := programs(command, tmp_path)):
+            given, arguments = program
+            result = processes.run(arguments, cwd=tmp_path, env={**env, **given})
+            assert result.returncode == 0, f"{page}: {command}\n{result.stdout}{result.stderr}"
+            return result.stdout
         words = (
             'flashattn-jit() { "$PYTHON" -m flashattn_jit "$@"; }; python() { "$PYTHON" "$@"; };'
         )
         result = subprocess.run(
-            ["bash", "-c", f"{words} {command}"], cwd=tmp_path, env=env, text=True,
-            capture_output=True, check=False,
+            ["bash", "-c", f"{words} {command}"], cwd=tmp_path, text=True, capture_output=True,
+            check=False, env={**env, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable},
         )  # fmt: skip
         assert result.returncode == 0, f"{page}: {command}\n{result.stdout}{result.stderr}"
         return result.stdout
@@ -117,7 +143,7 @@ def test_sessions_run(name: str, tmp_path: Path) -> None:
         if re.search(r"\b(67c7|0d32)\b", command):  # keys of the machine that wrote the page
             keys = keys or [line.split()[0] for line in run("flashattn-jit cache ls").splitlines()]
             command = command.replace("67c7", keys[0]).replace("0d32", keys[1])
-        run(command.replace("/tmp/demo", str(tmp_path)))
+        run(command.replace("/tmp/demo", str(tmp_path)), forked=ran > 0)
         ran += 1
     assert ran > 2
 
