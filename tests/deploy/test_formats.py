@@ -16,6 +16,7 @@ from flashattn_jit.deploy.wanted.specs import wanted_specs
 from flashattn_jit.deploy.warm.warm import warm
 from flashattn_jit.errors import InputError
 from flashattn_jit.jit.module import default
+from tests.harness import rotation
 
 TARGET = "cpu:generic"
 HQ, HKV, DIM, PAGE = 4, 2, 16, 64
@@ -74,9 +75,18 @@ def serve(variant: Any, kv_format: Any) -> None:
         fa.append_paged_kv(*new, *pages, ROWS, PAGED, transform=transform, target=TARGET)
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
-def test_what_calls_ask_for_is_wanted(kv_format: Any) -> None:
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of this file: formats share the kernels of pages that are not quantised."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.mark.parametrize("kv_format", rotation.chosen(FORMATS, 2))
+def test_what_calls_ask_for_is_wanted(
+    kv_format: Any, kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernels of calls themselves, whatever the strides of scales; none is given a param."""
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(kernels))
     variant = fa.Causal() & fa.RoPE() if kv_format is FORMATS[2] else fa.Causal()
     wanted = {s.document() for s in wanted_specs(variant, kv_format=kv_format, **HERE)}
     wanted |= {s.document() for s in wanted_specs(variant, **HERE)}  # of the tail
