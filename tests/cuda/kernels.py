@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tempfile
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from flashattn_jit.codegen.budget import limits, register_budget, shared_bytes
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS
@@ -20,7 +22,7 @@ from flashattn_jit.jit.compilation.ptxas_report import Report, load_report
 from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops.planning.batch_params import stand_ins
-from flashattn_jit.planner.cuda_tiles import row_class, with_tile
+from flashattn_jit.planner.cuda_tiles import row_class, spill_bytes, with_tile
 from flashattn_jit.planner.tiles import build_requests, choose_rows, fallbacks, kernels_by_rows
 from flashattn_jit.stored_hooks import decoded, decodings
 from flashattn_jit.variants.binding import bind_on_host
@@ -33,6 +35,8 @@ from tests.registry.cases import CASES, by_name
 
 KINDS: tuple[TileKind, ...] = ("prefill", "few_row")
 PLAIN = VariantIR(())
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
+KERNEL = "fajit_attention_kernel"
 
 # nvcc gives these targets the PTX of another target except for the `.target` line, but not where
 # fewer blocks of a kernel share a multiprocessor (sm_86, sm_89), which leaves each block more
@@ -154,6 +158,22 @@ def compiled(spec: KernelSpec) -> Compiled:
     tiles = (spec, *fallbacks(spec))
     tile, module = load_stepping(build_requests(spec))
     return Compiled(tiles[tile], tile, Path(module.path).parent)
+
+
+def assert_clean(kernel: Compiled) -> None:
+    """Registers and shared memory within the tile's budget; no local memory, but for spills that
+    buy a tile of twice the keys."""
+    report, spec = kernel.report, kernel.spec
+    assert report.complaints(spill_bytes(spec)) == []
+    assert {k.name for k in report.kernels} == {KERNEL, "fajit_merge_kernel"}
+    used, budget = report.kernel(KERNEL), report.budgets[KERNEL]
+    assert budget.threads == 32 * spec.num_warps
+    assert used.registers <= register_budget(spec) == budget.registers
+    assert used.shared_bytes + shared_bytes(spec) <= budget.shared_bytes
+    for name in report.budgets:
+        assert report.kernel(name).shared_bytes <= limits(spec.target).shared_per_block
+    meta = json.loads(kernel.folder.joinpath("meta.json").read_text())
+    assert meta["min_driver"] >= 525
 
 
 def ptx_of(spec: KernelSpec, key: str = "0" * 64) -> str:

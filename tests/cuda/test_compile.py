@@ -7,25 +7,23 @@ A run takes some tiles, features and variants for each target by turns
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.budget import limits, register_budget, shared_bytes
 from flashattn_jit.codegen.spec import AnySpec, UtilitySpec, append_kernel
 from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.planner.cuda_tiles import spill_bytes
 from flashattn_jit.planner.tiles import build_request, fallbacks
 from flashattn_jit.variants.params import Dims
 from tests.cuda.kernels import (
     FEATURE_SETS,
+    HEAD_DIMS,
     IN_TURN,
     KINDS,
-    Compiled,
+    assert_clean,
     compiled,
     dtype_of,
     ir_of,
@@ -36,26 +34,6 @@ from tests.cuda.kernels import (
 from tests.harness import rotation
 from tests.registry.case import Case
 from tests.registry.cases import CASES
-
-HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
-KERNEL = "fajit_attention_kernel"
-
-
-def assert_clean(kernel: Compiled) -> None:
-    """Registers and shared memory within the tile's budget; no local memory, but for spills that
-    buy a tile of twice the keys."""
-    report, spec = kernel.report, kernel.spec
-    assert report.complaints(spill_bytes(spec)) == []
-    assert {k.name for k in report.kernels} == {KERNEL, "fajit_merge_kernel"}
-    used, budget = report.kernel(KERNEL), report.budgets[KERNEL]
-    assert budget.threads == 32 * spec.num_warps
-    assert used.registers <= register_budget(spec) == budget.registers
-    assert used.shared_bytes + shared_bytes(spec) <= budget.shared_bytes
-    for name in report.budgets:
-        assert report.kernel(name).shared_bytes <= limits(spec.target).shared_per_block
-    meta = json.loads(kernel.folder.joinpath("meta.json").read_text())
-    assert meta["min_driver"] >= 525
-
 
 TILES = [(t, d) for i, t in enumerate(CUDA_TARGETS) for d in rotation.turn(i, HEAD_DIMS)]
 FEATURES = [

@@ -35,8 +35,16 @@ from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.module import default
 from flashattn_jit.planner.tiles import build_requests, fallbacks, kernels_by_rows
 from flashattn_jit.variants.params import Dims
-from tests.cuda.kernels import FEATURE_SETS, KINDS, Compiled, dtype_of, spec_of, specs
-from tests.cuda.test_compile import HEAD_DIMS, assert_clean
+from tests.cuda.kernels import (
+    FEATURE_SETS,
+    HEAD_DIMS,
+    KINDS,
+    Compiled,
+    assert_clean,
+    dtype_of,
+    spec_of,
+    specs,
+)
 
 TARGETS = ("sm_75", "sm_80", "sm_90", "sm_100")
 PACKAGES = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")

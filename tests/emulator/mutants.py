@@ -141,6 +141,19 @@ def assert_found(mutant: Mutant, call: Callable[[], float], wrong: float) -> Non
     assert found > wrong
 
 
+def kinds_that_run(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The tile kinds of programs from here on."""
+    kinds: set[str] = set()
+    program = emulated.program
+
+    def noted(original: _C.Module) -> programs.Program:
+        kinds.add(json.loads(original.description)["tile_kind"])
+        return program(original)
+
+    monkeypatch.setattr(emulated, "program", noted)
+    return kinds
+
+
 # --- calls of mutants, compared with fp32 ---------------------------------------------------------
 
 WRONG = 0.05

@@ -7,24 +7,22 @@ See tests/emulator/mutants.py.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from flashattn_jit import _C, env
+from flashattn_jit import env
 from flashattn_jit.errors import EmulatorFault
 from flashattn_jit.jit import module
 from flashattn_jit.jit.cache import entry
-from flashattn_jit.jit.emulator import programs
 from flashattn_jit.jit.emulator.library import library
-from flashattn_jit.ops.device import emulated
 from tests.emulator.mutants import (
     SOURCE,
     Mutant,
     check_texts,
+    kinds_that_run,
     mutated_headers,
     plant,
     run_mutated,
@@ -444,19 +442,6 @@ def test_the_mutant_is_found(
 ) -> None:
     found = next((o for _, o in outcomes(mutant, tmp_path, monkeypatch) if o), "nothing")
     assert found in mutant.found
-
-
-def kinds_that_run(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The tile kinds of programs from here on."""
-    kinds: set[str] = set()
-    program = emulated.program
-
-    def noted(original: _C.Module) -> programs.Program:
-        kinds.add(json.loads(original.description)["tile_kind"])
-        return program(original)
-
-    monkeypatch.setattr(emulated, "program", noted)
-    return kinds
 
 
 @pytest.mark.parametrize("call", rotation.chosen(list(CALLS), 16))

@@ -12,8 +12,10 @@ from flashattn_jit.codegen.targets import CUDA_TARGETS
 from tests.cuda import digests
 from tests.cuda.kernels import (
     FEATURE_SETS,
+    HEAD_DIMS,
     KINDS,
     SAME_PTX,
+    assert_clean,
     compiled,
     on_target,
     ptx_of,
@@ -22,7 +24,6 @@ from tests.cuda.kernels import (
     twin,
     without_target,
 )
-from tests.cuda.test_compile import HEAD_DIMS, assert_clean
 from tests.harness.toolkit import needs_nvcc
 from tests.registry.case import Case
 from tests.registry.cases import CASES

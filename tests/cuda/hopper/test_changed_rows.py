@@ -20,9 +20,8 @@ from flashattn_jit.planner.cuda_tiles import against_wgmma
 from flashattn_jit.variants.reference import attention_reference
 from tests.batch.oracle import Math
 from tests.cuda.hopper.test_machine_code_wgmma import code_of
-from tests.cuda.kernels import by_mma_sync, coded_spec, compiled
-from tests.cuda.test_compile import KERNEL, assert_clean
-from tests.emulator.test_wgmma_mutants import kinds_that_run
+from tests.cuda.kernels import KERNEL, assert_clean, by_mma_sync, coded_spec, compiled
+from tests.emulator.mutants import kinds_that_run
 from tests.emulator.wgmma_calls import (
     BF16,
     FP16,

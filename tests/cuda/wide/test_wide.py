@@ -12,8 +12,7 @@ from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.errors import InputError
 from flashattn_jit.planner.reachable import reachable
 from flashattn_jit.planner.tiles import kernels_by_rows
-from tests.cuda.kernels import EMULATED, FEATURE_SETS, compiled, dtype_of, ir_of
-from tests.cuda.test_compile import assert_clean
+from tests.cuda.kernels import EMULATED, FEATURE_SETS, assert_clean, compiled, dtype_of, ir_of
 from tests.harness import rotation
 from tests.ops.cases import fitting, run
 from tests.registry.case import Case, Shape

@@ -22,6 +22,7 @@ from tests.batch.oracle import Math, check
 from tests.batch.sparse import Visited, blocks, tokens, trees
 from tests.harness import rotation
 from tests.harness.toolkit import needs_nvcc
+from tests.ops.batches.mixed_batches import MIXED, SLOPES, WIDTH, Windowed, made_for, mixed
 
 TARGETS = ("cpu", pytest.param("emulated:sm_80", marks=needs_nvcc))
 SPARSITIES = {
@@ -32,17 +33,6 @@ SPARSITIES = {
     "tokens": lambda b: tokens(b, 24, per_head=True),
     "tree": trees,
 }
-MIXED = ((1, 20, 0, 3, 1), (70, 40, 5, 33, 1))
-
-
-def made_for(b: Batch, variant: Any, target: str = "cpu", **options: Any) -> fa.BatchAttention:
-    where = None if target == "cpu" else target
-    return fa.BatchAttention(variant, **{**b.options(), **options}, target=where)
-
-
-def mixed(target: str = "cpu", page_size: int = 0, dim: int = 64, **options: Any) -> Batch:
-    dtype = torch.float32 if target == "cpu" else torch.bfloat16
-    return Batch(*MIXED, (4, 2), dim, dtype, page_size, **options)
 
 
 @pytest.mark.parametrize(("name", "page_size"), list(itertools.product(SPARSITIES, (0, 16))))
@@ -168,27 +158,9 @@ def test_plans_read_nothing_of_a_device(
 # --- params ---------------------------------------------------------------------------------------
 
 
-class Windowed(fa.Variant):
-    """A mask with two params, a score with two others."""
-
-    width: torch.Tensor = fa.tensor("batch")
-    extra: int = fa.scalar(0)
-    slopes: torch.Tensor = fa.tensor("num_q_heads")
-    gain: float = fa.scalar(1.0)
-
-    def score_mod(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return self.gain * score + self.slopes[h] * (kv_idx - q_idx)
-
-    def mask_mod(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (q_idx - kv_idx < self.width[b] + self.extra) & (kv_idx <= q_idx)
-
-
 def reference(b: Batch, variant: Any, **params: Any) -> torch.Tensor:
     call = (b.q, *b.packed_keys(), b.q_indptr, indptr(b.kv_len), variant)
     return varlen_reference(*call, params=params)[0]
-
-
-WIDTH, SLOPES = torch.tensor([9, 30, 2, 12, 4]), torch.linspace(0.1, 0.7, 4)
 
 
 @pytest.mark.parametrize("page_size", [0, 8])

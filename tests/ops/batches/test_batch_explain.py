@@ -15,7 +15,7 @@ from tests.batch.batches import Batch, share_prefix
 from tests.batch.sparse import blocks
 from tests.harness import processes
 from tests.harness.toolkit import needs_nvcc
-from tests.ops.batches.test_batch import made_for, mixed
+from tests.ops.batches.mixed_batches import made_for, mixed
 
 
 def seconds(text: str) -> float:

@@ -12,7 +12,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import InputError, VariantError
-from tests.ops.errors.test_bad_batch import KV_INDPTR, LIMITS, OPTIONS, PAGED, Q_INDPTR
+from tests.ops.errors.batch_calls import KV_INDPTR, LIMITS, OPTIONS, PAGED, Q_INDPTR
 
 
 def level(rows: list[int], pages_: list[int], tokens: Any = None, size: int = 4) -> fa.CascadeLevel:

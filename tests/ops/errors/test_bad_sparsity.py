@@ -10,7 +10,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import InputError
-from tests.ops.errors.test_bad_batch import PAGED, Q_INDPTR, batch, refused
+from tests.ops.errors.batch_calls import PAGED, Q_INDPTR, batch, refused
 
 ROWS = torch.tensor([0, 2, 3, 4])  # (1, 2, 0, 1) block rows of 2 queries: 4 of them
 INDPTR, INDICES = torch.tensor([0, 2, 3, 4, 5]), torch.tensor([1, 0, 0, 0, 3], dtype=torch.int32)

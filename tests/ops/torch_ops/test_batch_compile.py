@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flashattn_jit as fa
 from tests.batch.batches import Batch
 from tests.batch.oracle import Math, check
-from tests.ops.batches.test_batch import SLOPES, WIDTH, Windowed, mixed
+from tests.ops.batches.mixed_batches import SLOPES, WIDTH, Windowed, mixed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from tests.ops.torch_ops.test_compile import Compiled, dense
+from tests.ops.torch_ops.compiled import Compiled, dense
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
