@@ -216,6 +216,7 @@ class DerivedConfig(transformers.LlamaConfig):
     model_type = "llama_of_my_own"
 
 
+@pytest.mark.filterwarnings("ignore:MultiheadAttention. has attention code of its own")
 @torch.no_grad()
 def test_a_pooling_head_that_repeats_the_mask() -> None:
     """That of SigLIP 2, for images of several sizes."""

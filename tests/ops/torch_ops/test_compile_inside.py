@@ -6,25 +6,23 @@ the compiler turns a Python number into an input.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import gc
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention.flex_attention import and_masks, create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flashattn_jit as fa
 from flashattn_jit.ops.torch_ops import outline
 from flashattn_jit.variants.library import made_classes
-from tests.ops.torch_ops.test_compile import Compiled, Window, dense
+from tests.ops.torch_ops.compiled import Compiled, Window, dense
+from tests.ops.torch_ops.made_inside import MADE, Declared, closure
 
 # The compiler's own modules warn when they are first imported.
 pytestmark = [
@@ -33,160 +31,6 @@ pytestmark = [
 ]
 
 Tensor = torch.Tensor
-
-
-# --- what is made ---------------------------------------------------------------------------------
-
-BIAS = torch.linspace(0.1, 0.4, 4)
-
-
-def biased(score: Any, h: Any) -> Any:
-    return score + BIAS[h]
-
-
-def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return i >= j
-
-
-class Declared(fa.Variant):
-    """Params, attributes of its own __init__, a property, globals."""
-
-    table: Tensor = fa.tensor("num_q_heads")
-    window: int = fa.scalar(30)
-
-    def __init__(self, table: Tensor, window: int) -> None:
-        self.table, self.window = table, window
-        self.steps = (window, 2.0)
-
-    @property
-    def twice(self) -> int:
-        return self.window * 2
-
-    def score_mod(self, score, b, h, q_idx, kv_idx):
-        return biased(score, h) * self.table[h] + self.steps[1]
-
-    def mask_mod(self, b, h, q_idx, kv_idx):
-        return (q_idx - kv_idx < self.twice) & (kv_idx - q_idx < self.steps[0])
-
-
-class Near:
-    """A callable object that is a mask; its method is another mask."""
-
-    def __init__(self, window: int) -> None:
-        self.window = window
-
-    def __call__(self, b, h, i, j):
-        return i - j < self.window
-
-    def ahead(self, b, h, i, j):
-        return j - i < self.window
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    gain: float
-    table: Tensor
-
-
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    window: int
-
-
-BEFORE = Declared(torch.linspace(0.5, 1.0, 4), 9)
-ALIBI = fa.ALiBi(slopes=torch.linspace(0.2, 0.8, 4))
-NEAR = Near(7)
-
-
-class Row(NamedTuple):
-    step: int
-    table: Tensor
-
-
-def closure(table: Tensor, n: int) -> Any:
-    def helper(score, h, gain=n, *, shift=0.5):
-        return score * gain + table[h] * shift
-
-    def score_mod(score, b, h, i, j):
-        return helper(biased(score, h), h) + (j - i)
-
-    return score_mod
-
-
-def recursive(table: Tensor, n: int) -> Any:
-    def power(x, i):
-        return x if i == 1 else x * power(x, i - 1)
-
-    return lambda s, b, h, i, j: power(s, 3) * n
-
-
-def changed_later(table: Tensor, n: int) -> Any:
-    window = n
-    mask_mod = lambda b, h, i, j: i - j < window  # noqa: E731
-    window += 2
-    return mask_mod
-
-
-def containers(table: Tensor, n: int) -> Any:
-    settings, held = Settings(n / 2, table), {"n": n, "tables": [table, table * 2]}
-    slotted = Slotted(n)
-    return fa.variant(
-        score_mod=lambda s, b, h, i, j: s * settings.gain + held["tables"][1][h] * held["n"],
-        mask_mod=lambda b, h, i, j: i - j < slotted.window,
-    )
-
-
-def assigned(table: Tensor, n: int) -> Any:
-    variant = fa.SlidingWindow(3)
-    variant.window = n + 1
-    return variant
-
-
-MADE: dict[str, Callable[[Tensor, int], Any]] = {
-    "closure": closure,
-    "lambda": lambda t, n: lambda s, b, h, i, j: s + t[h] * n,
-    "recursion": recursive,
-    "cell that changes": changed_later,
-    "partial": lambda t, n: functools.partial(lambda w, b, h, i, j: i - j < w, n),
-    "partial of a global": lambda t, n: functools.partial(causal),
-    "wrapped": lambda t, n: functools.wraps(causal)(
-        lambda b, h, i, j: causal(b, h, i, j) & (i - j < n)
-    ),
-    "and_masks": lambda t, n: and_masks(causal, lambda b, h, i, j: i - j < n),
-    "object": lambda t, n: Near(n),
-    "method": lambda t, n: Near(n).ahead,
-    "method of a global": lambda t, n: NEAR.ahead,
-    "containers": containers,
-    "array": lambda t, n: (lambda a: lambda s, b, h, i, j: s + a[h] * n)(np.arange(4.0)),
-    "computed": lambda t, n: closure(torch.exp(t) * 2, n),
-    "named tuple": lambda t, n: (lambda x: lambda s, b, h, i, j: s + x.table[h] * x[0])(Row(n, t)),
-    "result of torch": lambda t, n: (lambda x: lambda s, b, h, i, j: s + x[0] * n)(t.max(0)),
-    "None": lambda t, n: (lambda x: lambda s, b, h, i, j: s * n if x is None else s + x[h])(None),
-    "class": lambda t, n: fa.SlidingWindow(n),
-    "class by keyword": lambda t, n: Window(window=n, slopes=t),
-    "class with __init__": lambda t, n: Declared(t, n),
-    "default of a param": lambda t, n: fa.ALiBi(),
-    "assigned": assigned,
-    "variant": lambda t, n: fa.variant(score_mod=closure(t, n), mask_mod=Near(n)),
-    "and": lambda t, n: fa.SlidingWindow(n) & fa.SoftCap(cap=9.0) & fa.ALiBi(slopes=t),
-    "and of functions": lambda t, n: causal & fa.variant(closure(t, n)) & (
-        lambda b, h, i, j: i - j < n
-    ),
-    "approximate": lambda t, n: fa.SoftCap(cap=9.0, approximate=True) & fa.SlidingWindow(n),
-    "approximate function": lambda t, n: lambda s, b, h, i, j: t[h] * n * fa.tanh_approx(s),
-    "or, named": lambda t, n: fa.SlidingWindow(n).named("a") | fa.SlidingWindow(n + 3).named("b"),
-    "inverted": lambda t, n: fa.SlidingWindow(n).__invert__(),
-    "with one from before": lambda t, n: Declared(t, n) & BEFORE.named("before"),
-    "with a library one from before": lambda t, n: fa.SlidingWindow(n) & ALIBI,
-    "closure over one from before": lambda t, n: lambda s, b, h, i, j: ALIBI.score_mod(
-        s, b, h, i, j
-    ) + t[h] * n,
-    "sink": lambda t, n: fa.variant(normalizer=fa.Softmax(sink=t)),
-    "library sink": lambda t, n: fa.Sink(sink=t) & fa.SlidingWindow(n),
-    "rope": lambda t, n: fa.RoPE(500000.0) & fa.SlidingWindow(n),
-    "t5": lambda t, n: fa.RelativeBias(t.repeat(32, 1), max_distance=64),
-    "text": lambda t, n: fa.variant(score_mod=fa.cpp("return score + 0.5f * (kv_idx - q_idx);")),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -546,3 +390,21 @@ def test_the_mark_of_constants_is_that_of_torch() -> None:
     def theirs() -> None: ...
 
     assert vars(made_classes._made) == vars(torch.compiler.assume_constant_result(theirs))
+
+
+class Gain:
+    def __init__(self, gain: float) -> None:
+        self.gain = gain
+
+
+def test_a_number_that_is_not_followed_is_an_error() -> None:
+    """Not the placeholder that a variant is traced with."""
+
+    def call(q, k, v, gain, name):
+        settings = Gain(gain)
+        return fa.attention(q, k, v, lambda s, b, h, i, j: s * getattr(settings, "".join(name)))
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    for gain in (0.5, 0.5, 0.25):
+        with pytest.raises(fa.VariantError, match="reads a number of the compiled function where"):
+            compiled(*dense(), gain, ["ga", "in"])
