@@ -59,6 +59,8 @@ def table() -> list[str]:
         over = "  over its budget" if budget is not None and spent > budget else ""
         lines.append(f"{spent:7.1f}{words}  {_tests[folder]:5d} tests  {folder}{over}")
     ran = [folder for folder in _spent if folder in BUDGET_S]
+    if not ran:
+        return lines
     spent, budget = sum(_spent[f] for f in ran), sum(BUDGET_S[f] for f in ran)
     tests = sum(_tests[f] for f in ran)
     lines.append(f"{spent:7.1f} of {budget:4d} s  {tests:5d} tests  in all")
