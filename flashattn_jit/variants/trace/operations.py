@@ -550,7 +550,7 @@ def _type_as(input: Any, other: Any) -> Value:
 @op("type")
 def _type(input: Any, dtype: Any) -> Value:
     x = val(input)
-    if x.dtype == dtype and x.bound is None and not x.weak:
+    if x.dtype == dtype and not x.weak:
         return x  # as torch: the same tensor
     return to_dtype(x, dtype)
 

@@ -177,13 +177,19 @@ def counted(s, b, h, q, k):
     return s + both.sum()
 
 
+def converted(s, b, h, q, k):
+    d = k.long()
+    d -= q
+    return s + k * 70_000 + d.to(torch.int64, copy=True).add_(7)
+
+
 def summed(s, b, h, q, k):
     y = s.sum()
     y += 1
     return s * y
 
 
-@pytest.mark.parametrize("hook", [counted, summed])
+@pytest.mark.parametrize("hook", [counted, converted, summed])
 def test_numbers(hook):
     compare(hook)
 
