@@ -380,11 +380,15 @@ def _with_values(variant: Variant, values: Mapping[int, Mapping[str, object]]) -
 
 
 def _on_float32(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook, where torch's functions read captured tensors as kernels do."""
+    """The hook, where torch's functions read captured tensors as kernels do.
+
+    Its arguments are its own, as in kernels: other hooks do not see what it changes in place.
+    """
 
     def read(*args: Any) -> Any:
+        own = [x.clone() if isinstance(x, Tensor) else x for x in args]
         with _ReadsFloat32():
-            return hook(*args)
+            return hook(*own)
 
     return read
 

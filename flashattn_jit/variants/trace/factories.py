@@ -149,7 +149,9 @@ def _refuse_list(data: Any) -> None:
 
 
 @op("new_tensor", elementwise=False)
-def _new_tensor(input: Any, data: Any, *, dtype: Any = None, **_: Any) -> Value:
+def _new_tensor(input: Any, data: Any, *, dtype: Any = None, **_: Any) -> Any:
+    if isinstance(data, list | tuple) and not any(type(x) is Value for x in leaves(data)):
+        return tracer().dispatch(torch.tensor, (data,), {"dtype": dtype or input.dtype})
     _refuse_list(data)
     return _filled(val(data).shape, data, dtype, val(input))
 

@@ -536,7 +536,9 @@ def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
             break
     else:
         converted = x
-    copies = kwargs.get("copy") or any(a is True for a in args[2:])
+    # to(dtype, non_blocking, copy), to(other, non_blocking, copy), to(device, dtype, ...)
+    at = 2 if args and (isinstance(args[0], torch.dtype) or hasattr(args[0], "dtype")) else 3
+    copies = kwargs.get("copy") or any(args[at:])
     if copies and converted is x:
         return Value(x.node, x.name, x.shape, bound=x.bound)
     return converted
@@ -550,9 +552,11 @@ def _type_as(input: Any, other: Any) -> Value:
 @op("type")
 def _type(input: Any, dtype: Any) -> Value:
     x = val(input)
-    if x.dtype == dtype and not x.weak:
+    if (x.half_dtype or x.dtype) == dtype and not x.weak:
         return x  # as torch: the same tensor
-    return to_dtype(x, dtype)
+    made = to_dtype(x, dtype)
+    made.half_dtype = dtype if dtype in (torch.float16, torch.bfloat16) else None
+    return made
 
 
 for _name, _dtype in {

@@ -73,6 +73,7 @@ SCORE_VECTOR = 128
 LONG_VECTOR = 4096
 """Elements of a vector in row hooks."""
 
+_RESHAPES = frozenset({"t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"})
 _RANDOM = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
                      "bernoulli", "dropout", "multinomial", "normal", "randperm", "poisson",
                      "feature_dropout", "alpha_dropout", "native_dropout"})  # fmt: skip
@@ -336,6 +337,8 @@ class Tracer:
 
     def _handle(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         base = updated_by(name)
+        if base in _RESHAPES:
+            self.refuse(f"`{name}`, which changes a shape in place", f"write `x = x.{base}(...)`")
         handler = HANDLERS.get(base or name)
         if handler is None:
             self.refuse_op(base or name)

@@ -7,16 +7,19 @@ them operators and methods, which call the handlers of operations.py and other m
 from __future__ import annotations
 
 import contextvars
+import copy
 import inspect
 import math
 import operator
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from flashattn_jit.errors import TraceError
 from flashattn_jit.torch_modes import outside_modes
@@ -27,6 +30,8 @@ from flashattn_jit.variants.capture.extract import (
     Node,
     Source,
     constant,
+    leaves,
+    map_tree,
 )
 from flashattn_jit.variants.ir.dtypes import TORCH_DTYPES
 from flashattn_jit.variants.ir.halves import reads_as_float32
@@ -144,10 +149,15 @@ class Value(_Proxy):
     A value of one element is a scalar node whatever its shape; others are vectors, row-major.
     weak: it is a Python number, which promotes as such. bound: of an int64 of positions that is
     computed as int32 (`positions.py`); None for other values. root, places: where it is a view, the
-    value whose memory it shares, which is none, and its element numbers there. views: those of it.
+    value whose memory it shares, which is none, and its element numbers there. Without a root,
+    places have the strides of torch's tensor, and are None for row-major ones. views: those of it.
+    half_dtype: torch's dtype where that is of half precision, which is computed as float32.
     """
 
-    __slots__ = ("__weakref__", "bound", "name", "node", "places", "root", "shape", "views", "weak")
+    __slots__ = (
+        "__weakref__", "bound", "half_dtype", "name", "node", "places", "root", "shape", "views",
+        "weak",
+    )  # fmt: skip
 
     def __init__(
         self, node: int, name: str, shape: Shape = (), weak: bool = False,
@@ -161,6 +171,24 @@ class Value(_Proxy):
         self.root: Value | None = None
         self.places: torch.Tensor | None = None
         self.views: list[weakref.ref[Value]] = []
+        self.half_dtype: torch.dtype | None = None
+
+    def with_view(self, made: Value, places: torch.Tensor) -> Value:
+        """`made` as a view of this value."""
+        made.root, made.places = self if self.root is None else self.root, places
+        made.half_dtype = self.half_dtype
+        made.root.views.append(weakref.ref(made))
+        return made
+
+    def __copy__(self) -> Value:
+        return HANDLERS["alias"](self)  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Value:
+        made = Value(self.node, self.name, self.shape, self.weak, self.bound)
+        if self.root is not None and self.places is not None:
+            return copy.deepcopy(self.root, memo).with_view(made, self.places)
+        made.places, made.half_dtype = self.places, self.half_dtype
+        return made
 
     @property
     def dtype(self) -> torch.dtype:
@@ -322,7 +350,8 @@ def _number_op(symbol: str, a: Any, b: Any) -> Any:
     """An operator with a captured number on one side and a tensor on the other."""
     function = _ARITHMETIC.get(symbol) or _COMPARISONS[symbol]
     if any(isinstance(x, Value) or (type(x) is Captured and not x.on_host) for x in (a, b)):
-        return HANDLERS[function.__name__.strip("_").join(("__", "__"))](a, b)
+        name = function.__name__.strip("_").join(("__", "__"))
+        return run_handler(name, HANDLERS[name], (a, b), {})
     if not all(type(x) in (Captured, Number, int, float, bool) for x in (a, b)):
         return NotImplemented
     return tracer().dispatch(function, (a, b), {})
@@ -396,7 +425,7 @@ def _method(name: str, handler: Handler) -> Callable[..., Any]:
         def operator(self: Any, *others: Any) -> Any:
             if others and not isinstance(others[0], _OPERANDS):
                 return NotImplemented  # another class may define the reflected operator
-            return _apart(name, handler(self, *others), (self, *others))
+            return _as_in_torch(name, handler(self, *others), (self, *others))
 
         return operator
 
@@ -418,7 +447,7 @@ def _inplace(name: str) -> Callable[..., Any]:
 def run_handler(name: str, handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The handler's result. Raises TypeError for arguments that do not fit the function `name`."""
     try:
-        return _apart(name, handler(*args, **kwargs), (*args, *kwargs.values()))
+        return _as_in_torch(name, handler(*args, **kwargs), args, kwargs)
     except TypeError:
         try:  # Python's own message names the handler
             inspect.signature(handler).bind(*args, **kwargs)
@@ -435,11 +464,71 @@ RETURN_ARGUMENTS = frozenset({
 """What may return its argument, as torch does: in-place operations on the result change both."""
 
 
-def _apart(name: str, result: Any, args: Sequence[Any]) -> Any:
-    """The result of an operation, of its own where torch makes a tensor."""
-    if type(result) is not Value or name in RETURN_ARGUMENTS or not any(result is x for x in args):
+def laid_out(shape: Shape, stride: Sequence[int]) -> torch.Tensor:
+    """The element numbers of a shape, in memory of these strides."""
+    with outside_modes(), torch._C.DisableTorchFunction():
+        numbers = torch.arange(math.prod(shape), device="cpu").view(shape)
+        return torch.empty_strided(shape, stride, dtype=torch.int64, device="cpu").copy_(numbers)
+
+
+def is_row_major(x: Value) -> bool:
+    """Whether torch's tensor is contiguous."""
+    with torch._C.DisableTorchFunction():
+        return x.places is None or x.places.is_contiguous()
+
+
+def _as_in_torch(
+    name: str, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """The result of the function `name`: a tensor of its own where torch's is, with its strides.
+
+    They decide whether ``reshape`` of the result is a view of it or a copy.
+    """
+    if type(result) is not Value:
         return result
-    return Value(result.node, result.name, result.shape, result.weak, result.bound)
+    values = [x for x in leaves((args, dict(kwargs))) if type(x) is Value]
+    if any(result is x for x in values):
+        if name in RETURN_ARGUMENTS:
+            return result
+    elif result.root is not None:
+        if any(result.root is (x if x.root is None else x.root) for x in values):
+            return result  # a view
+    elif result.places is None and (result.ndim < 2 or all(map(is_row_major, values))):
+        return result
+    made = Value(result.node, result.name, result.shape, result.weak, result.bound)
+    made.half_dtype = result.half_dtype
+    if made.ndim > 1:
+        stride = _stride_in_torch(name, made.shape, args, kwargs)
+        made.places = None if stride is None else laid_out(made.shape, stride)
+    return made
+
+
+def _stride_in_torch(
+    name: str, shape: Shape, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int, ...] | None:
+    """The strides of torch's result, of this shape, for tensors with those of the arguments;
+    captured ones count as contiguous. None for row-major ones."""
+
+    def stand_in(x: Any) -> Any:
+        if type(x) is Value and x.places is not None:
+            stride = x.places.stride()
+            return torch.empty_strided(x.shape, stride, dtype=x.dtype, device="cpu").zero_()
+        if type(x) is Captured:
+            return torch.zeros([x.host.shape[d] for d in x.free], dtype=x.dtype, device="cpu")
+        if type(x) is Value:
+            return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+        return _plain(x)
+
+    owners = (operator if name.startswith("__") else torch, torch.Tensor, F)
+    found = [f for f in (getattr(owner, name, None) for owner in owners) if callable(f)]
+    with outside_modes(), torch._C.DisableTorchFunction():
+        given, named = map_tree((tuple(args), dict(kwargs)), stand_in)
+        try:
+            made = found[0](*given, **named)
+        except (RuntimeError, TypeError, ValueError, IndexError):  # arguments that torch refuses
+            tensors = [x for x in leaves((given, named)) if isinstance(x, torch.Tensor)]
+            made = next((torch.empty_like(x) for x in tensors if x.shape == shape), None)
+        return made.stride() if made is not None and made.shape == shape else None
 
 
 def _captured(name: str) -> Callable[..., Any]:
@@ -476,7 +565,9 @@ def attach() -> None:
         if dunder and hasattr(torch.Tensor, name):
             setattr(Captured, name, _captured(name))
     Value.__getattr__ = _missing  # type: ignore[attr-defined]
-    Value.where = lambda self, condition, other: HANDLERS["where"](condition, self, other)  # type: ignore[attr-defined]
+    Value.where = lambda self, condition, other: run_handler(  # type: ignore[attr-defined]
+        "where", HANDLERS["where"], (condition, self, other), {}
+    )
     for cls in (Value, Captured):
         # The operators of numpy scalars on the left then return NotImplemented.
         cls.__array_ufunc__ = None  # type: ignore[union-attr]

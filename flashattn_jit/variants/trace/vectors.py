@@ -9,7 +9,6 @@ concatenations.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -35,7 +34,14 @@ from flashattn_jit.variants.trace.operations import (
     val,
 )
 from flashattn_jit.variants.trace.positions import largest
-from flashattn_jit.variants.trace.values import Captured, Shape, Value, tracer
+from flashattn_jit.variants.trace.values import (
+    Captured,
+    Shape,
+    Value,
+    is_row_major,
+    laid_out,
+    tracer,
+)
 
 Numbers = npt.NDArray[np.int64]
 MAX_PIECES = 64
@@ -208,20 +214,20 @@ def _rearranged(v: Value, arrange: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _part(v: Value, numbers: torch.Tensor, places: torch.Tensor, memory: torch.Tensor) -> Value:
+    if not numbers.numel():
+        tracer().refuse("an empty part of a value", "take at least one element")
     made = take(v, numbers.numpy())
     if places.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
-        made.root = v if v.root is None else v.root
-        made.places = places
-        made.root.views.append(weakref.ref(made))
+        return v.with_view(made, places)
+    if not places.is_contiguous():
+        made.places = laid_out(made.shape, places.stride())
     return made
 
 
 @op("contiguous", elementwise=False)
 def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Value:
     v = val(input)
-    with torch._C.DisableTorchFunction():
-        is_contiguous = v.places is None or v.places.is_contiguous()
-    return v if is_contiguous else take(v, element_numbers(v))
+    return v if is_row_major(v) else take(v, element_numbers(v))
 
 
 for _name in (

@@ -219,6 +219,7 @@ CAPTURES = {
     "new_tensor_dtype": lambda s, b, h, q, k: s.new_tensor(3),
     "new_tensor_of_ints": lambda s, b, h, q, k: INT32[k].new_tensor(-3.5),
     "new_tensor_of_positions": lambda s, b, h, q, k: q.new_tensor(3.5) * k,
+    "new_tensor_of_a_list": lambda s, b, h, q, k: s.new_tensor([1, 2, 4])[k % 3],
     "new_tensor_of_a_vector": lambda s, b, h, q, k: s.new_tensor(OFFSETS).sum(),
     "new_tensor_with_a_dtype": lambda s, b, h, q, k: s.new_tensor(3.5, dtype=torch.int16) + k,
     "empty_as_index": lambda s, b, h, q, k: TABLE[h.new_zeros(h.shape)],

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -166,6 +167,103 @@ def test_random_views_and_changes():
             return x + sum(y.sum() for y in found)
 
         assert_rows_equal_eager(hook)
+
+
+ARRANGED = {
+    "t": lambda y: y.mT,
+    "permute": lambda y: y.reshape(2, 2, 2).permute(2, 0, 1),
+    "view": lambda y: y.reshape(4, 2),
+    "rows": lambda y: y.reshape(2, 4),
+    "flatten": lambda y: y.flatten().unflatten(0, (4, 2)),
+    "contiguous": lambda y: y.contiguous(),
+    "clone": lambda y: y.clone(),
+    "clone, row-major": lambda y: y.clone(memory_format=torch.contiguous_format),
+    "double": lambda y: y.double(),
+    "mul": lambda y: y * 2,
+    "rsub": lambda y: 1 - y,
+    "relu": torch.relu,
+    "where": lambda y: torch.where(y > 0, y, -1.0),
+    "where, method": lambda y: y.where(y > 0, 0.5),
+    "two": lambda y: y + y.reshape(-1).view(y.shape),
+    "two layouts": lambda y: y.contiguous() - y,
+    "broadcast": lambda y: y[:1] + y,
+    "largest": lambda y: y - y.amax(-1, keepdim=True),
+    "like": lambda y: torch.ones_like(y) + 0 * y,
+    "filled": torch.zeros_like,
+    "flip": lambda y: y.flip(0),
+    "roll": lambda y: y.roll(1, 0),
+    "cat": lambda y: torch.cat([y]),
+    "copied": copy.copy,
+    "copied deeply": copy.deepcopy,
+    "copied together": lambda y: copy.deepcopy([y, y[0]])[0],
+    "softmax": lambda y: torch.softmax(y, 0),
+}
+
+
+def random_layouts(names):
+    """A hook that arranges a row and what it becomes, and changes flattened values in place."""
+
+    def hook(x, b, h, i):
+        found = [x.view(2, 4)]
+        for arrange, which, change in names:
+            y = found[int(which * len(found))]
+            if change:
+                z = y.flatten()
+                z += 1
+                y.reshape(-1)[1:3].mul_(2)
+            found.append(ARRANGED[arrange](y))
+        return x + sum(y.sum() + 3 * y.reshape(-1)[2] for y in found).float()
+
+    return hook
+
+
+@pytest.mark.parametrize("arrange", ARRANGED)
+def test_results_have_the_strides_of_torch(arrange):
+    for before in ("t", "permute", "rows"):
+        assert_rows_equal_eager(
+            random_layouts([(before, 0, False), (arrange, 0.9, False), ("mul", 0.9, True)])
+        )
+
+
+def test_random_layouts():
+    generator = random.Random(rotation.seed())
+    for _ in range(60):
+        names = [
+            (generator.choice(list(ARRANGED)), generator.random(), generator.random() < 0.4)
+            for _ in range(6)
+        ]
+        assert_rows_equal_eager(random_layouts(names))
+
+
+def test_copies_are_apart():
+    def hook(x, b, h, i):
+        part = x[:4]
+        both = copy.deepcopy({"whole": x, "part": part})
+        both["part"] += 100  # as in torch, the copies share memory
+        return x + part.sum() + both["whole"].sum()
+
+    assert_rows_equal_eager(hook)
+
+
+def of_half(x, b, h, i):
+    y = x.half()
+    up, same = y.float(), y.half()
+    up += 1
+    same *= 2
+    return y.float() + x
+
+
+def to_device(x, b, h, i):
+    y = x.to("cpu", torch.float32, True)  # the third argument is non_blocking
+    y += 1
+    z = x.to("cpu", torch.float32, False, True)
+    z += 1
+    return x
+
+
+@pytest.mark.parametrize("hook", [of_half, to_device])
+def test_conversions(hook):
+    assert_rows_equal_eager(hook)
 
 
 def counted(s, b, h, q, k):
