@@ -33,7 +33,7 @@ _RULES = {
     rf"{_AT_THE_CALL}; for warm, params=\{{'\w+': torch\.empty\((.+?), dtype=\.\.\.\)\}}":
         r"; give --param \1=float32[\2]",
     rf"{_AT_THE_CALL}(?:; for warm, params=\{{'\w+': \.\.\.\}})?": r"; give --param \1=...",
-    r"^(param '(\w+)' expects a tensor .*); pass a torch\.Tensor":
+    r"^(param '(\w+)' expects a tensor .*); pass (?:a torch\.Tensor|torch\.\w+\(.*\))$":
         r"\1; give --param \2=float32[...], a tensor of zeros",
     r"^(param '(\w+)' expects dtype .*); convert it with `\.to\(\.\.\.\)`":
         r"\1; give --param \2=... of that dtype",

@@ -1,16 +1,17 @@
 // Products of a few bf16 rows with keys and values of 8 or 4 bits, whose codes are multiplied as
-// they are, for few_row.h.
+// they are, for few_row.h. On AVX-512:
 //
 //   code_scores   S = Q K^T, lanes over keys: words of four codes of 16 rows are transposed
 //   code_values   O += P V, lanes over head_dim_v: the codes of four keys are interleaved, or
 //                 converted key by key
 //
-// Scores take four codes of each word at once, and multiply them with four numbers of a row of Q in
-// two parts, its sides. How is a class Products, IntegerProducts or HalfProducts:
+// On AVX2 they are those of words.h. Scores take four codes of each word at once, and multiply them
+// with four numbers of a row of Q in two parts, its sides. How is a class Products, IntegerProducts
+// or HalfProducts:
 //
 //   of, unit            what a kernel knows of the codes; what a value is in units of the products
 //   query               a row of Q as numbers that codes are multiplied with
-//   weights, put        rows of weights likewise, which are scaled together
+//   weights, put        rows of weights, times weight_unit(), likewise; they are scaled together
 //   codes_of, operands  the codes of a word, and what is multiplied with either side
 //   Sums                of products with a row; `settle` after kSteps words
 //   kMostDims           products that may be added before they become floats
@@ -22,6 +23,7 @@
 #include <fajit/cpu/codes/halves.h>
 #include <fajit/cpu/codes/integers.h>
 #include <fajit/cpu/codes/numbers.h>
+#include <fajit/cpu/codes/words.h>
 #include <fajit/cpu/few_row_kernel.h>
 
 namespace fajit {
@@ -50,10 +52,11 @@ struct NoProducts {
 // How rows of Dim codes, which hooks with Numbers decode, are multiplied with queries of Q, where
 // they may be.
 template <bool May, class Q, class Code, int Dim, class Numbers>
-using CodeProducts =
-    Choose<!May || !takes_groups<Numbers, Dim>(), NoProducts,
-           Choose<takes_integers<Q, Code, Dim, Numbers>(), IntegerProducts<Code>,
-                  Choose<takes_halves<Q, Code, Dim, Numbers>(), HalfProducts<Code>, NoProducts>>>;
+using CodeProducts = Choose<
+    !May || !takes_groups<Numbers, Dim>(), NoProducts,
+    Choose<takes_integers<Q, Code, Dim, Numbers>(), IntegerProducts<Code>,
+           Choose<takes_halves<Q, Code, Dim, Numbers>(), HalfProducts<Code>,
+                  Choose<takes_words<Q, Code, Dim, Numbers>(), WordProducts<Code>, NoProducts>>>>;
 
 // few_scores for such rows, times the scales of keys. Lanes over dims would take a tree of
 // exchanges for each sum. `q` has QBytes a row, `sums` those of `integer_row`; numbers: those of
@@ -194,7 +197,7 @@ FAJIT_INLINE void put_code_weights(const Products& products, float* rows, int ve
     for (int i = count - 1; i >= 0; --i)  // the weights are overwritten last
       for (int n = 0; n < vectors * kLanes; n += kLanes) {
         const float* const own = numbers + (first + i / NR) * N + n;
-        const vf x = load(rows + i % NR * N + n) * load(own);
+        const vf x = load(rows + i % NR * N + n) * (load(own) * products.weight_unit());
         if constexpr (Numbers::kZeros) zeros[i] += x * load(own + Numbers::kGroups * N);
         largest[i] = larger_bits(largest[i], magnitude_bits(x));
         store(rows + row_of(i) * N + n, x);
@@ -236,6 +239,12 @@ constexpr int kValuePasses = 1;
 template <class Code, int Dim, int NR>
 constexpr int kValuePasses<IntegerProducts<Code>, Dim, NR> =
     CodeVectors<Code, Dim>::kCount * kKeyVectors<Code, Dim> / kPassVectors<Code, Dim, NR>;
+#if FAJIT_AVX == 256
+template <class Code>
+constexpr int kFetchedKeys<WordProducts<Code>> = 2;
+template <class Code, int Dim, int NR>
+constexpr int kValuePasses<WordProducts<Code>, Dim, NR> = Dim / WordProducts<Code>::kBlock;
+#endif
 #if FAJIT_HALVES
 template <class Numbers, int Dim, int NR, int Rows, int N, class Code, class ValueRows, class Fetch>
 FAJIT_INLINE void code_values(const HalfProducts<Code>& products, ValueRows v, int count,

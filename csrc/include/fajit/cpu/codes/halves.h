@@ -155,6 +155,7 @@ class HalfProducts {
   }
 
   FAJIT_INLINE float unit() const { return unit_; }
+  static constexpr float weight_unit() { return 1.0f; }  // `weights` has it
   // A row of Q as halves, in groups of four: 0, 2, 1, 3. x may be the same memory, of which halves
   // take no more than half: none is overwritten before it is read.
   template <int N>

@@ -24,10 +24,9 @@ namespace fajit {
 template <class Q, class Code, int Dim, class Numbers>
 constexpr bool takes_integers() {
   if constexpr (same<Q, bfloat16_t> && Numbers::kGroups > 0)
-    if constexpr (Numbers::kCodebook < 0) {
+    if constexpr (FAJIT_AVX == 512 && Numbers::kCodebook < 0) {
       if constexpr (same<Code, int8_t>) return FAJIT_VNNI && Dim % 64 == 0;
-      if constexpr (same<Code, int4x2_t>)
-        return FAJIT_VNNI ? Dim == 64 || Dim % 128 == 0 : Dim % (8 * kLanes) == 0;
+      if constexpr (same<Code, int4x2_t>) return (FAJIT_VNNI && Dim == 64) || Dim % 128 == 0;
     }
   return false;
 }
@@ -51,10 +50,10 @@ FAJIT_BYTES(unpack_high_words, "vpunpckhwd")
 FAJIT_BYTES(ordered_bytes, "vpshufb")
 #undef FAJIT_BYTES
 
-// Integers of up to 32,639, as which rows are multiplied. An infinite value or NaN makes the unit
+// Integers of up to `most`, as which rows are multiplied. An infinite value or NaN makes the unit
 // NaN.
-FAJIT_INLINE RowScales integer_scales(vi largest) {
-  constexpr float most = 32639;  // 127 * 256 + 127
+constexpr float kMostInteger = 32639;  // 127 * 256 + 127
+FAJIT_INLINE RowScales integer_scales(vi largest, float most = kMostInteger) {
   const vf exact = as_float(largest) * (1 / most);
   const vf unit = exact < 0x1p-126f ? vf{} : exact;  // its reciprocal is finite
   const vf inverse = unit > 0.0f ? 1.0f / unit : vf{};
@@ -73,16 +72,17 @@ FAJIT_INLINE void store_bytes(int8_t* to, vi integers) {
   __builtin_memcpy(to, &packed, 2 * kLanes);
 }
 
-// x[0, N) as integers. x may be the same memory. sums: of each kLeastGroup integers, or nullptr.
-template <int N>
-FAJIT_INLINE CodeRow integer_row(const float* x, int8_t* bytes, int32_t* sums) {
+// put(d, q) for x[0, N) as integers, kLanes at a time. sums: of each kLeastGroup integers, or
+// nullptr.
+template <int N, class Put>
+FAJIT_INLINE CodeRow integer_row(const float* x, int32_t* sums, Put put) {
   vi largest{};
   for (int d = 0; d < N; d += kLanes) largest = larger_bits(largest, magnitude_bits(load(x + d)));
   const RowScales scales = integer_scales(splat(reduce_max(largest)));
   vi sum{}, of_group{};
   for (int d = 0; d < N; d += kLanes) {
     const vi q = to_integers(load(x + d), scales.factor);
-    store_bytes(bytes + 2 * d, q);
+    put(d, q);
     sum += q, of_group += q;
     if (sums != nullptr && (d + kLanes) % kLeastGroup == 0) {
       sums[d / kLeastGroup] = static_cast<int32_t>(reduce_add(to_float(of_group)));
@@ -149,10 +149,13 @@ class IntegerProducts {
   }
 
   static constexpr float unit() { return 1.0f; }
-  // A row of Q as integers.
+  static constexpr float weight_unit() { return 1.0f; }
+  // A row of Q as integers. x may be the same memory.
   template <int N>
   FAJIT_INLINE CodeRow query(const float* x, int8_t* bytes, int32_t* sums) const {
-    return integer_row<N>(x, bytes, sums);
+    return integer_row<N>(x, sums, [&](int d, vi q) __attribute__((always_inline)) {
+      store_bytes(bytes + 2 * d, q);
+    });
   }
   // Rows of N weights, and kLanes of them, from n on; `sum` is of the integers.
   template <int N>
