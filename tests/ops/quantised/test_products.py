@@ -108,7 +108,7 @@ def spread(numbers: torch.Tensor | None) -> torch.Tensor | None:
 @pytest.mark.parametrize("kv_format", CODES, ids=named)
 def test_rows_of_many_magnitudes(kv_format, target) -> None:
     q, k, v = (x.float() for x in tensors(4, 128, 128))
-    # An outlier, which most keys do not meet; beside it, words of 16 bits lose 8 to 10 bits of others.
+    # An outlier, which most keys do not meet; others lose as many bits of a word of 16.
     q[..., 7] *= 300.0 if kv_format.name == "nf4" else 1000.0
     k[:, :, 1:, 7] = 0.0
     q[:, 1] = 0.0
