@@ -185,81 +185,85 @@ FAJIT_INLINE void code_scores(const WordProducts<Code>& products, KeyRows k, int
   constexpr int run = Numbers::kCodebook < 0 ? channels : channels % 64 == 0 ? 64 : block;
   alignas(32) vi kept[Several ? keys * (Dim / 16) : 1];
   const vi row_of = iota() / keys, key_of = iota() % keys;
-  const int parts = Numbers::kCodebook >= 0 ? products.parts() : 1;
-  // The keys of one part after those of the other.
-  for (int part = 0, n = 0; part < parts; n += keys, n < count || (++part, n = 0)) {
+  const auto multiply = [&](auto index) __attribute__((always_inline)) {
+    constexpr int part = index.value;
+    for (int n = 0; n < count; n += keys) {
 #pragma GCC unroll 1
-    for (int g = 0; g < (Several ? groups : 1); ++g) {
-      const CodeRow* const of_group = rows + g * NR;
-      vf total[kLanes] = {};
+      for (int g = 0; g < (Several ? groups : 1); ++g) {
+        const CodeRow* const of_group = rows + g * NR;
+        vf total[kLanes] = {};
 #pragma GCC unroll 8
-      for (int i = 0; i < keys; ++i) {
-        const int key = n + i < count ? n + i : count - 1;
-        const Code* const row = k(key);
-        if (g == 0 && part == 0) fetch();
+        for (int i = 0; i < keys; ++i) {
+          const int key = n + i < count ? n + i : count - 1;
+          const Code* const row = k(key);
+          if (g == 0 && part == 0) fetch();
 #pragma GCC unroll 1
-        for (int first = 0; first < Dim; first += run) {
-          vi acc[NR] = {};
+          for (int first = 0; first < Dim; first += run) {
+            vi acc[NR] = {};
 #pragma GCC unroll 4
-          for (int d = first; d < first + run; d += block) {
-            vi x[2];
-            vi* const held = kept + (Several ? i * (Dim / 16) + d / 16 : 0);
-            if (!Several || g == 0) products.template load<Dim>(part, row, d, x);
-            else x[0] = held[0], x[1] = held[1];
-            if (Several && g == 0) held[0] = x[0], held[1] = x[1];
+            for (int d = first; d < first + run; d += block) {
+              vi x[2];
+              vi* const held = kept + (Several ? i * (Dim / 16) + d / 16 : 0);
+              if (!Several || g == 0) products.template load<Dim>(part, row, d, x);
+              else x[0] = held[0], x[1] = held[1];
+              if (Several && g == 0) held[0] = x[0], held[1] = x[1];
 #pragma GCC unroll 2
-            for (int j = 0; j < 2; ++j)
+              for (int j = 0; j < 2; ++j)
 #pragma GCC unroll 4
-              for (int r = 0; r < NR; ++r)
-                acc[r] = add_words(acc[r], x[j],
-                                   load<vi>(q + (g * NR + r) * QBytes + 2 * d + j * kVectorBytes));
-          }
+                for (int r = 0; r < NR; ++r)
+                  acc[r] = add_words(
+                      acc[r], x[j], load<vi>(q + (g * NR + r) * QBytes + 2 * d + j * kVectorBytes));
+            }
 #pragma GCC unroll 4
-          for (int r = 0; r < NR; ++r) {
-            // Each factor is about as large as rows or values are: others could overflow.
-            vf x = to_float(acc[r]) * of_group[r].unit;
-            if constexpr (!whole) x *= numbers[first / channels * Keys + key] * products.unit();
-            total[r * keys + i] += x;
+            for (int r = 0; r < NR; ++r) {
+              // Each factor is about as large as rows or values are: others could overflow.
+              vf x = to_float(acc[r]) * of_group[r].unit;
+              if constexpr (!whole) x *= numbers[first / channels * Keys + key] * products.unit();
+              total[r * keys + i] += x;
+            }
           }
         }
-      }
-      vf sum = reduce_columns(total, [](vf a, vf b) { return a + b; });
-      // The numbers of the keys of each lane.
-      const auto of_keys = [&](const float* from) __attribute__((always_inline)) {
-        const vf x = load(from + n / kLanes * kLanes);
-        return (vf)__builtin_shuffle((vi)x, key_of + n % kLanes);
-      };
-      if constexpr (Numbers::kZeros) {
+        vf sum = reduce_columns(total, [](vf a, vf b) { return a + b; });
+        // The numbers of the keys of each lane.
+        const auto of_keys = [&](const float* from) __attribute__((always_inline)) {
+          const vf x = load(from + n / kLanes * kLanes);
+          return (vf)__builtin_shuffle((vi)x, key_of + n % kLanes);
+        };
+        if constexpr (Numbers::kZeros) {
 #pragma GCC unroll 1
-        for (int own = 0; own < Numbers::kGroups; ++own) {
-          float of_row[NR];
+          for (int own = 0; own < Numbers::kGroups; ++own) {
+            float of_row[NR];
 #pragma GCC unroll 4
-          for (int r = 0; r < NR; ++r) {
-            int32_t integers = whole ? of_group[r].sum : 0;
-            for (int d = whole ? Dim : own * channels; d < (own + 1) * channels; d += kLeastGroup)
-              integers += sums[(g * NR + r) * (Dim / kLeastGroup) + d / kLeastGroup];
-            of_row[r] = static_cast<float>(integers) * of_group[r].unit;
+            for (int r = 0; r < NR; ++r) {
+              int32_t integers = whole ? of_group[r].sum : 0;
+              for (int d = whole ? Dim : own * channels; d < (own + 1) * channels; d += kLeastGroup)
+                integers += sums[(g * NR + r) * (Dim / kLeastGroup) + d / kLeastGroup];
+              of_row[r] = static_cast<float>(integers) * of_group[r].unit;
+            }
+            vf x{};
+#pragma GCC unroll 4
+            for (int r = 0; r < NR; ++r) x = row_of == r ? splat(of_row[r]) : x;
+            x *= of_keys(numbers + (Numbers::kGroups + own) * Keys);
+            sum -= whole ? x : x * of_keys(numbers + own * Keys);
           }
-          vf x{};
-#pragma GCC unroll 4
-          for (int r = 0; r < NR; ++r) x = row_of == r ? splat(of_row[r]) : x;
-          x *= of_keys(numbers + (Numbers::kGroups + own) * Keys);
-          sum -= whole ? x : x * of_keys(numbers + own * Keys);
         }
-      }
-      vf value_unit = splat(whole ? products.unit() : 1.0f);
-      if constexpr (whole && Numbers::kCount > 0) value_unit *= of_keys(numbers);
-      alignas(32) float lanes[kLanes];
-      store(lanes, sum * value_unit * scale * products.step(part));
+        vf value_unit = splat(whole ? products.unit() : 1.0f);
+        if constexpr (whole && Numbers::kCount > 0) value_unit *= of_keys(numbers);
+        alignas(32) float lanes[kLanes];
+        store(lanes, sum * value_unit * scale * products.step(part));
 #pragma GCC unroll 4
-      for (int r = 0; r < NR; ++r) {
-        float* const to = s + (g * NR + r) * s_stride + n;
-        if (part > 0)
-          for (int i = 0; i < keys; ++i) lanes[r * keys + i] += to[i];
-        __builtin_memcpy(to, lanes + r * keys, keys * sizeof(float));
+        for (int r = 0; r < NR; ++r) {
+          float* const to = s + (g * NR + r) * s_stride + n;
+          if (part > 0)
+            for (int i = 0; i < keys; ++i) lanes[r * keys + i] += to[i];
+          __builtin_memcpy(to, lanes + r * keys, keys * sizeof(float));
+        }
       }
     }
-  }
+  };
+  multiply(Index<0>{});
+  if constexpr (Numbers::kCodebook >= 0)
+    if (products.parts() > 1) multiply(Index<1>{});
 }
 
 // code_values likewise, with the arguments of integer_values. `fetch()` issues the prefetches of
@@ -273,51 +277,55 @@ FAJIT_INLINE void code_values(const WordProducts<Code>& products, ValueRows v, i
                 channels = Dim / Numbers::kGroups;
   constexpr int pass = NR > 2 ? 2 : 4;  // vectors whose sums with NR rows are in registers
   alignas(32) vi words[N / 2 * 4];      // [pair of keys][vector]
-  const int parts = Numbers::kCodebook >= 0 ? products.parts() : 1;
+  const auto multiply = [&](auto index) __attribute__((always_inline)) {
+    constexpr int part = index.value;
 #pragma GCC unroll 1
-  for (int at_dim = 0; at_dim < parts * Dim; at_dim += block) {
-    const int part = at_dim / Dim, first = at_dim % Dim;
-    for (int n = 0; n < count; n += 2) {
-      vi x[4];
-      products.template load_pair<Dim>(part, v(n), v(n + 1 < count ? n + 1 : n), first, x);
-      if (part == 0) fetch();
+    for (int first = 0; first < Dim; first += block) {
+      for (int n = 0; n < count; n += 2) {
+        vi x[4];
+        products.template load_pair<Dim>(part, v(n), v(n + 1 < count ? n + 1 : n), first, x);
+        if (part == 0) fetch();
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) words[2 * n + j] = x[j];
-    }
+        for (int j = 0; j < 4; ++j) words[2 * n + j] = x[j];
+      }
 #pragma GCC unroll 1
-    for (int g = 0; g < groups; ++g) {
-      const int own = first / channels * Rows + g * NR;
-      const int8_t* const weights = p + own * stride;
+      for (int g = 0; g < groups; ++g) {
+        const int own = first / channels * Rows + g * NR;
+        const int8_t* const weights = p + own * stride;
 #pragma GCC unroll 1
-      for (int begin = 0; begin < 4; begin += pass) {
-        vi acc[NR][pass] = {};
-        for (int n = 0; n < count; n += 2) {
+        for (int begin = 0; begin < 4; begin += pass) {
+          vi acc[NR][pass] = {};
+          for (int n = 0; n < count; n += 2) {
 #pragma GCC unroll 4
-          for (int r = 0; r < NR; ++r) {
-            int32_t two;
-            __builtin_memcpy(&two, weights + r * stride + 2 * n, sizeof two);
+            for (int r = 0; r < NR; ++r) {
+              int32_t two;
+              __builtin_memcpy(&two, weights + r * stride + 2 * n, sizeof two);
 #pragma GCC unroll 4
-            for (int j = 0; j < pass; ++j)
-              acc[r][j] = add_words(acc[r][j], splat(two), words[2 * n + begin + j]);
-          }
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < NR; ++r)
-#pragma GCC unroll 2
-          for (int j = 0; j < pass; j += 2)
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-              const vi dims = shuffle2(acc[r][j], acc[r][j + 1],
-                                       (iota() & 3) + (iota() >> 2) * kLanes + half * 4);
-              const int at = WordProducts<Code>::dim_of((begin + j) / 2, half);
-              float* const to = o + (g * NR + r) * Dim + first + at;
-              vf x = load(to) + to_float(dims) * (rows[own + r].unit * products.step(part));
-              if constexpr (Numbers::kZeros) x -= zeros[own + r];
-              store(to, x);
+              for (int j = 0; j < pass; ++j)
+                acc[r][j] = add_words(acc[r][j], splat(two), words[2 * n + begin + j]);
             }
+          }
+#pragma GCC unroll 4
+          for (int r = 0; r < NR; ++r)
+#pragma GCC unroll 2
+            for (int j = 0; j < pass; j += 2)
+#pragma GCC unroll 2
+              for (int half = 0; half < 2; ++half) {
+                const vi dims = shuffle2(acc[r][j], acc[r][j + 1],
+                                         (iota() & 3) + (iota() >> 2) * kLanes + half * 4);
+                const int at = WordProducts<Code>::dim_of((begin + j) / 2, half);
+                float* const to = o + (g * NR + r) * Dim + first + at;
+                vf x = load(to) + to_float(dims) * (rows[own + r].unit * products.step(part));
+                if constexpr (Numbers::kZeros) x -= zeros[own + r];
+                store(to, x);
+              }
+        }
       }
     }
-  }
+  };
+  multiply(Index<0>{});
+  if constexpr (Numbers::kCodebook >= 0)
+    if (products.parts() > 1) multiply(Index<1>{});
 }
 #else  // never called
 template <class Q, class Code, int Dim, class Numbers>
