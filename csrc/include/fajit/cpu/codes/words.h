@@ -4,7 +4,7 @@
 // A row of Q, or of weights, becomes `unit` times integers of 16 bits. Codes become words: integers
 // of 8 bits are extended, those of 4 bits looked up in a table. One instruction multiplies 16 words
 // and adds pairs of products, where an FMA has 8 floats and each code is converted first. Decoding
-// takes 0.9 (int8), 0.65 (int4) and 0.7 (nf4) of the time with 4 rows a key, 0.8, 0.97 and 0.47
+// takes 0.95 (int8), 0.73 (int4) and 0.6 (nf4) of the time with 4 rows a key, 0.7, 0.84 and 0.38
 // with one (head_dim 128, from L2, one thread of a Zen 3, each over bf16 in its run, by hand).
 //
 // The values of a codebook are words times 2^-13 of the largest, with an error of up to 2^-14 of
