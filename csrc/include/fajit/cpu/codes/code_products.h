@@ -69,7 +69,7 @@ FAJIT_INLINE void code_scores(const Products& products, KeyRows k, int count, co
   using Code = typename KeyRows::Element;
   using Vectors = CodeVectors<Code, Dim>;
   constexpr int words = Vectors::kRowBytes / 4, in_vector = words < kLanes ? words : kLanes;
-  constexpr int chains = FAJIT_AVX == 512 && NR == 1 ? 2 : 1;  // products have a latency of four
+  constexpr int chains = NR == 1 ? 2 : 1;  // products have a latency of four
   using Sums = typename Products::template Sums<chains>;
   // Words whose products are added before they become floats: of one group of channels.
   constexpr int channels = Dim / Numbers::kGroups, wide = channels / 4;

@@ -80,7 +80,7 @@ class WordProducts {
   }
 
   // The values of words of a part: unit() * step(part).
-  FAJIT_INLINE int parts() const { return kLooked ? parts_ : 1; }
+  FAJIT_INLINE int parts() const { return parts_; }
   FAJIT_INLINE float step(int part) const { return steps_[part]; }
   FAJIT_INLINE float unit() const { return unit_; }
   FAJIT_INLINE float weight_unit() const { return unit_; }
