@@ -9,6 +9,7 @@
 #include <fajit/cpu/key_rows.h>
 #include <fajit/cpu/microkernel.h>
 #include <fajit/cpu/vector/bfloat16_words.h>
+#include <fajit/cpu/vector/nan_codes.h>
 #include <fajit/cpu/vector/transpose.h>
 
 namespace fajit {
@@ -104,15 +105,24 @@ FAJIT_INLINE Vector reduce_columns(Vector (&r)[kLanes]) {
 template <class Matrix, class T, int Dim>
 constexpr bool kPaired = same<Matrix, float> && same<T, bfloat16_t> && Dim % (2 * kLanes) == 0;
 
-// How rows of T are read: a vector at a time, two at once, or words of two. Two at once, e4m3 takes
-// 0.8 to 0.9 of the time with 4 rows a key and 0.7 (AVX2) and 0.9 (AVX-512) with one (head_dim 128,
-// keys from L3, one thread of a Xeon, by hand).
-enum class Reading { kOne, kTwo, kPaired };
+// How rows of T are read: a vector at a time, two at once, as finite e4m3, or words of two. Two at
+// once, e5m2 takes 0.8 to 0.9 of the time with 4 rows a key and 0.7 (AVX2) and 0.9 (AVX-512) with
+// one (head_dim 128, keys from L3, one thread of a Xeon, by hand).
+//
+// Products of e4m3 are those of halves, times kUnit, where NaN is finite; NanCodes, which takes two
+// operations for 32 codes, finds it and makes the results NaN.
+enum class Reading { kOne, kTwo, kFinite, kPaired };
 template <class Matrix, class T, int Dim>
-constexpr Reading kReading =
-    kPaired<Matrix, T, Dim>                                          ? Reading::kPaired
-    : same<Matrix, float> && kReadsTwo<T> && Dim % (2 * kLanes) == 0 ? Reading::kTwo
-                                                                     : Reading::kOne;
+constexpr Reading reading() {
+  if constexpr (kPaired<Matrix, T, Dim>) return Reading::kPaired;
+  else if constexpr (!same<Matrix, float> || !kReadsTwo<T>) return Reading::kOne;
+  else if constexpr (same<T, e4m3_t> && Dim % (4 * kLanes) == 0) return Reading::kFinite;
+  else return Dim % (2 * kLanes) == 0 ? Reading::kTwo : Reading::kOne;
+}
+template <class Matrix, class T, int Dim>
+constexpr Reading kReading = reading<Matrix, T, Dim>();
+template <Reading How>
+constexpr float kUnit = How == Reading::kFinite ? 256.0f : 1.0f;
 
 struct EvenOdd {
   vf even, odd;
@@ -132,14 +142,21 @@ struct KeyVector {
   FAJIT_INLINE KeyVector(const Key* row, int d) : v(load_dims<Key, Dim>(row, d)) {}
   FAJIT_INLINE vf dot(vf acc, const Matrix* q) const { return acc + v * load(q); }
 };
-template <class Key, int Dim>
-struct KeyVector<float, Key, Dim, Reading::kTwo> {
+struct TwoOfKey {
   static constexpr int kElements = 2 * kLanes;
-  vf low, high;
-  FAJIT_INLINE KeyVector(const Key* row, int d) { load_two_dims<Key, Dim>(row, d, low, high); }
+  TwoVectors v;
   FAJIT_INLINE vf dot(vf acc, const float* q) const {
-    return acc + low * load(q) + high * load(q + kLanes);
+    return acc + v.low * load(q) + v.high * load(q + kLanes);
   }
+};
+template <class Key, int Dim>
+struct KeyVector<float, Key, Dim, Reading::kTwo> : TwoOfKey {
+  FAJIT_INLINE KeyVector(const Key* row, int d) : TwoOfKey{load_two_dims<Key, Dim>(row, d)} {}
+};
+template <int Dim>
+struct KeyVector<float, e4m3_t, Dim, Reading::kFinite> : TwoOfKey {
+  FAJIT_INLINE KeyVector(const e4m3_t* row, int d)
+      : TwoOfKey{widen_halves(small_float_halves<4>(row + d))} {}
 };
 template <int Dim>
 struct KeyVector<float, bfloat16_t, Dim, Reading::kPaired> {
@@ -175,6 +192,34 @@ FAJIT_INLINE vf reduce_four(vf r0, vf r1, vf r2, vf r3) {
 }
 constexpr int kLaneOfFour[4] = {0, 4, 2, 6};
 
+#if FAJIT_AVX
+// Makes scores of `count` rows NaN for those of N keys that have a NaN.
+template <int Dim, int N>
+FAJIT_INLINE void put_nan_scores(const e4m3_t* const (&keys)[N], int count, float* s,
+                                 int s_stride) {
+  NanCodes any;
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i)
+    for (int d = 0; d < Dim; d += 4 * kLanes) any.add(load<vi>(keys[i] + d));
+  if (__builtin_expect(!any.found(), true)) return;
+  for (int i = 0; i < N; ++i) {
+    NanCodes of_key;
+    for (int d = 0; d < Dim; d += 4 * kLanes) of_key.add(load<vi>(keys[i] + d));
+    if (of_key.found())
+      for (int r = 0; r < count; ++r) s[r * s_stride + i] = __builtin_nanf("");
+  }
+}
+// Makes elements of `count` rows of O NaN where a value is.
+template <int Dim, class ValueRows>
+FAJIT_INLINE void put_nan_values(ValueRows v, int keys, int count, float* o) {
+  for (int d = 0; d < Dim; d += 4 * kLanes) {
+    NanCodes nan;
+    for (int n = 0; n < keys; ++n) nan.add(load<vi>(v(n) + d));
+    if (__builtin_expect(nan.found(), false)) nan.put(o + d, count, Dim);
+  }
+}
+#endif
+
 // s[row * s_stride + key] = scale * q[row] . k[key] for groups of NR rows and keys [0, count); up
 // to `count` rounded up to kLanes / NR is written, where keys repeat the last one. Rows of q are
 // `Dim` long; `Dim` is a multiple of a vector. `fetch()` issues the prefetches that belong to a
@@ -184,7 +229,8 @@ constexpr int kLaneOfFour[4] = {0, 4, 2, 6};
 template <class Matrix, class Key, int Dim, int NR, class KeyRows, class Fetch>
 FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, int groups, float scale,
                              float* s, int s_stride, Fetch fetch) {
-  using Vector = KeyVector<Matrix, Key, Dim, kReading<Matrix, Key, Dim>>;
+  constexpr Reading how = kReading<Matrix, Key, Dim>;
+  using Vector = KeyVector<Matrix, Key, Dim, how>;
   // Four rows against three keys have 12 sums in 16 registers: with the 8 of two keys, the latency
   // of the FMAs shows, and fp32 takes 1.14 times as long (from L2, Zen 4, timed by hand). Words of
   // two need six registers for three keys.
@@ -234,12 +280,13 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, int groups, 
             for (int r = 0; r < NR; ++r) out[r * s_stride + i] = lanes[kLaneOfFour[r]];
         }
       } else {
-        store(lanes, reduce_columns(acc) * scale);
+        store(lanes, reduce_columns(acc) * (scale * kUnit<how>));
 #pragma GCC unroll 4
         for (int r = 0; r < NR; ++r)
           __builtin_memcpy(out + r * s_stride, lanes + r * keys, keys * sizeof(float));
       }
     }
+    if constexpr (how == Reading::kFinite) put_nan_scores<Dim>(row, groups * NR, s + n, s_stride);
   }
 }
 
@@ -263,10 +310,20 @@ struct ValueStep<float, Value, Dim, Reading::kTwo> {
   static constexpr int kKeys = 1;
   static constexpr int kVectors = 2;
   static FAJIT_INLINE void load(const Value* row, const Value*, int d, vi (&x)[2]) {
-    vf low, high;
-    load_two_dims<Value, Dim>(row, d, low, high);
-    x[0] = as_int(low);
-    x[1] = as_int(high);
+    const TwoVectors v = load_two_dims<Value, Dim>(row, d);
+    x[0] = as_int(v.low);
+    x[1] = as_int(v.high);
+  }
+};
+template <int Dim>
+struct ValueStep<float, e4m3_t, Dim, Reading::kFinite> {
+  using Weight = float;
+  static constexpr int kKeys = 1;
+  static constexpr int kVectors = 2;
+  static FAJIT_INLINE void load(const e4m3_t* row, const e4m3_t*, int d, vi (&x)[2]) {
+    const TwoVectors v = widen_halves(small_float_halves<4>(row + d));
+    x[0] = as_int(v.low);
+    x[1] = as_int(v.high);
   }
 };
 template <int Dim>
@@ -343,11 +400,12 @@ struct KeepingValues : StoredValues<Step, ValueRows> {
   }
 };
 
-// o[row][d, d + NV * kLanes) += sum over `count` keys of p[row] v: `p` has a word a step. `fetch()`
-// issues the prefetches that belong to a step.
+// o[row][d, d + NV * kLanes) += unit * (sum over `count` keys of p[row] v): `p` has a word a step.
+// `fetch()` issues the prefetches that belong to a step.
 template <int NR, int NV, class Values, class Fetch>
-FAJIT_INLINE void few_values_part(const Values& values, int d, int count, const int32_t* p,
-                                  int p_stride, float* o, int o_stride, Fetch fetch) {
+FAJIT_INLINE void few_values_part(float unit, const Values& values, int d, int count,
+                                  const int32_t* p, int p_stride, float* o, int o_stride,
+                                  Fetch fetch) {
   static_assert(NV % Values::kVectors == 0);
   vf acc[NR][NV] = {};  // added to o at the end: short chains of additions have small errors
   for (int n = 0; n < count; n += Values::kKeys) {
@@ -372,7 +430,7 @@ FAJIT_INLINE void few_values_part(const Values& values, int d, int count, const 
 #pragma GCC unroll 16
     for (int j = 0; j < NV; ++j) {
       float* at = o + r * o_stride + d + j * kLanes;
-      store(at, load(at) + acc[r][j]);
+      store(at, load(at) + acc[r][j] * unit);
     }
 }
 
@@ -407,19 +465,20 @@ struct ValueParts {
 template <class Matrix, class Value, int Dim, int NR, bool Several, class ValueRows, class Fetch>
 FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_stride, int groups,
                              float* o, Fetch fetch) {
-  using Step = ValueStep<Matrix, Value, Dim, kReading<Matrix, Value, Dim>>;
+  constexpr Reading how = kReading<Matrix, Value, Dim>;
+  using Step = ValueStep<Matrix, Value, Dim, how>;
   using Parts = ValueParts<Dim, NR>;
   alignas(64) int32_t kept[Several ? Parts::chunk / Step::kKeys * Dim : 1];
   for (int n = 0; n < count; n += Parts::chunk) {
     const int keys = count - n < Parts::chunk ? count - n : Parts::chunk;
-    const auto group = [&](int g, const auto& values, auto each_key)
-                           __attribute__((always_inline)) {
-                             const int32_t* words = p + g * NR * p_stride + n / Step::kKeys;
-                             Parts::each([&](auto width, int d) __attribute__((always_inline)) {
-                               few_values_part<NR, width.vectors>(values, d, keys, words, p_stride,
-                                                                  o + g * NR * Dim, Dim, each_key);
-                             });
-                           };
+    const auto group = [&](int g, const auto& values,
+                           auto each_key) __attribute__((always_inline)) {
+      const int32_t* words = p + g * NR * p_stride + n / Step::kKeys;
+      Parts::each([&](auto width, int d) __attribute__((always_inline)) {
+        few_values_part<NR, width.vectors>(kUnit<how>, values, d, keys, words, p_stride,
+                                           o + g * NR * Dim, Dim, each_key);
+      });
+    };
     const StoredValues<Step, ValueRows> stored{v.from(n, 0), keys};
     if constexpr (!Several) {
       group(0, stored, fetch);
@@ -428,6 +487,7 @@ FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_str
 #pragma GCC unroll 1
       for (int g = 1; g < groups; ++g) group(g, KeptValues<Step, Dim>{kept}, [] {});
     }
+    if constexpr (how == Reading::kFinite) put_nan_values<Dim>(stored.v, keys, groups * NR, o);
   }
 }
 

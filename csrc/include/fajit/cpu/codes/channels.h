@@ -177,9 +177,8 @@ FAJIT_INLINE void decode_channels(const Code* src, const float* numbers, const T
   if constexpr (Dim % (2 * kPerElement<Code> * kLanes) == 0) {
 #pragma GCC unroll 4
     for (int d = 0; d < Dim; d += 2 * kLanes) {
-      vf low, high;
-      load_two<Code, Dim, (Numbers::kCodebook >= 0)>(src, d, table, low, high);
-      store_two(dst + d, decoded(low, d), decoded(high, d + kLanes));
+      const auto x = load_two<Code, Dim, (Numbers::kCodebook >= 0)>(src, d, table);
+      store_two(dst + d, decoded(x.low, d), decoded(x.high, d + kLanes));
     }
   } else {
     alignas(64) float row[round_up(Dim, kLanes)];

@@ -15,6 +15,7 @@
 // kMostDims dims or kMostKeys keys.
 #pragma once
 #include <fajit/cpu/codes/numbers.h>
+#include <fajit/cpu/vector/nan_codes.h>
 
 // Older compilers come with assemblers that may not know the instructions (binutils before 2.38).
 #if FAJIT_FP16 && (defined(__clang__) ? __clang_major__ >= 14 : __GNUC__ >= 12)
@@ -39,39 +40,6 @@ constexpr bool takes_halves() {
 #endif
   return false;
 }
-
-#if FAJIT_AVX
-// Which bytes are a NaN of e4m3: seven bits of ones.
-class NanCodes {
- public:
-  FAJIT_INLINE void add(vi codes) {
-    const vi magnitudes = codes | splat(static_cast<int32_t>(0x80808080u));
-    asm("vpmaxub %1, %0, %0" : "+v"(highest_) : "v"(magnitudes));
-  }
-  FAJIT_INLINE bool found() const { return any(words()); }
-  // NaN in the lanes of words that have one, else 0.
-  FAJIT_INLINE vf value() const { return as_float(words() & 0x7fc00000); }
-  // Makes elements NaN in `count` rows of floats, `stride` apart.
-  FAJIT_INLINE void put(float* rows, int count, int stride) const {
-    put(highest_, rows, count, stride);
-  }
-
- private:
-  FAJIT_INLINE vi words() const {
-    const vi carry = (highest_ & 0x7f7f7f7f) + 0x01010101;
-    return (carry & static_cast<int32_t>(0x80808080u)) != 0;
-  }
-  // By value: the sums of a caller whose address were taken would not stay in registers.
-  __attribute__((noinline, cold)) static void put(vi highest, float* rows, int count, int stride) {
-    const auto* const bytes = reinterpret_cast<const uint8_t*>(&highest);
-    for (int i = 0; i < 4 * kLanes; ++i)
-      if (bytes[i] == 0xff)
-        for (int r = 0; r < count; ++r) rows[r * stride + i] = __builtin_nanf("");
-  }
-
-  vi highest_{};
-};
-#endif
 
 #if FAJIT_HALVES
 FAJIT_INLINE v32 add_half_products(v32 a, v32 x, v32 y) {

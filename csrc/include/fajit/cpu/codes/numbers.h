@@ -309,13 +309,10 @@ FAJIT_INLINE bool same_numbers(const float* keys, const float* values, int count
 
 // The values of the codes of dims [d, d + 2 kLanes) of a row of Dim.
 template <class Code, int Dim, bool Looked>
-FAJIT_INLINE void load_two(const Code* src, int d, [[maybe_unused]] const Table& table, vf& low,
-                           vf& high) {
-  if constexpr (Looked) {
-    low = table(load_bits<Dim>(src, d)), high = table(load_bits<Dim>(src, d + kLanes));
-  } else {
-    load_two_dims<Code, Dim>(src, d, low, high);
-  }
+FAJIT_INLINE TwoVectors load_two(const Code* src, int d, [[maybe_unused]] const Table& table) {
+  if constexpr (Looked)
+    return {table(load_bits<Dim>(src, d)), table(load_bits<Dim>(src, d + kLanes))};
+  else return load_two_dims<Code, Dim>(src, d);
 }
 
 #if FAJIT_AVX
@@ -332,15 +329,14 @@ FAJIT_INLINE bool decode_finite(const e4m3_t* src, const float* numbers, Matrix*
   bool finite = !any((carry & int32_t(0x80808080)) != 0);
   for (int g = 0; g < Groups; ++g) finite &= __builtin_fabsf(numbers[g * Keys]) < 0x1p119f;
   if (__builtin_expect(!finite, false)) return false;
-  const auto value = [&](int d) __attribute__((always_inline)) {
-    return half_to_float((vh)(extend_to_words(load<vs>(src + d)) << 7) & uint16_t{0xbfff});
-  };
 #pragma GCC unroll 1
   for (int g = 0; g < Groups; ++g) {
     const vf scale = splat(numbers[g * Keys] * 256.0f);
 #pragma GCC unroll 4
-    for (int d = g * group; d < (g + 1) * group; d += 2 * kLanes)
-      store_two(dst + d, value(d) * scale, value(d + kLanes) * scale);
+    for (int d = g * group; d < (g + 1) * group; d += 2 * kLanes) {
+      const TwoVectors x = widen_halves(small_float_halves<4>(src + d));
+      store_two(dst + d, x.low * scale, x.high * scale);
+    }
   }
   return true;
 }
@@ -377,12 +373,11 @@ FAJIT_INLINE void decode_row(const Code* src, const float* numbers, const Table&
       if constexpr (scales_table) scaled = table.scaled(scale);
 #pragma GCC unroll 4
       for (int d = g * group; d < (g + 1) * group; d += 2 * kLanes) {
-        vf low, high;
-        load_two<Code, Dim, (Numbers::kCodebook >= 0)>(src, d, scales_table ? scaled : table, low,
-                                                       high);
-        if constexpr (Numbers::kZeros) low -= zero, high -= zero;
-        if constexpr (!scales_table) low *= scale, high *= scale;
-        store_two(dst + d, low, high);
+        TwoVectors x =
+            load_two<Code, Dim, (Numbers::kCodebook >= 0)>(src, d, scales_table ? scaled : table);
+        if constexpr (Numbers::kZeros) x.low -= zero, x.high -= zero;
+        if constexpr (!scales_table) x.low *= scale, x.high *= scale;
+        store_two(dst + d, x.low, x.high);
       }
     }
   } else {

@@ -66,7 +66,6 @@ FAJIT_WIDEN(widen, vh, vu, "vpmovzxwd")
 FAJIT_WIDEN(widen, vb, vu, "vpmovzxbd")
 FAJIT_WIDEN(widen, vs, vi, "vpmovsxbd")
 FAJIT_WIDEN(widen_to_words, vb, vh, "vpmovzxbw")
-FAJIT_WIDEN(extend_to_words, vs, vh, "vpmovsxbw")
 #undef FAJIT_WIDEN
 
 #if FAJIT_AVX == 512
@@ -206,42 +205,50 @@ FAJIT_INLINE vf load_dims(const T* row, int d) {
 template <class T>
 constexpr bool kReadsTwo = FAJIT_AVX > 0 && kExponentBits<T> > 0;
 
+struct TwoVectors { vf low, high; };
 #if FAJIT_AVX
-// The halves as which 2 kLanes floats of 8 bits are read (see e4m3_to_float). Codes of e4m3 in the
-// upper bytes, shifted by one, have the exponent's place of a half, and the sign twice.
+// 2 kLanes floats of 8 bits as halves: those of e5m2 as they are, those of e4m3 times 2^-8, where
+// NaN is 1.875.
 template <int E>
 FAJIT_INLINE vw small_float_halves(const void* p) {
-  typedef int16_t Words __attribute__((vector_size(4 * kLanes)));
+  const auto& codes = *static_cast<const char (*)[2 * kLanes]>(p);
   vw w;
-  asm("vpmovzxbw %1, %0" : "=v"(w) : "m"(*static_cast<const char (*)[2 * kLanes]>(p)));
-  w <<= 8;
-  if constexpr (E == 5) return w;
-  const vw half = (vw)((Words)w >> 1) & uint16_t{0xbfff};
-  return half | (vw)((w << 1) == uint16_t{0xfe00});  // a code of all ones is NaN
+  if constexpr (E == 5) {
+    asm("vpmovzxbw %1, %0" : "=v"(w) : "m"(codes));
+    return w << 8;
+  } else {
+    asm("vpmovsxbw %1, %0" : "=v"(w) : "m"(codes));
+    return (w << 7) & uint16_t{0xbfff};
+  }
+}
+FAJIT_INLINE TwoVectors widen_halves(vw halves) {
+  vf low;
+  vh upper;
+#if FAJIT_AVX == 512
+  asm("vcvtph2ps %t1, %0" : "=v"(low) : "v"(halves));
+  asm("vextracti64x4 $1, %1, %0" : "=v"(upper) : "v"(halves));
+#else
+  asm("vcvtph2ps %x1, %0" : "=x"(low) : "x"(halves));
+  asm("vextracti128 $1, %1, %0" : "=x"(upper) : "x"(halves));
+#endif
+  return {low, half_to_float(upper)};
 }
 #endif
 
 // Dims [d, d + kLanes) of a row of N, and the kLanes after them.
 template <class T, int N>
-FAJIT_INLINE void load_two_dims(const T* row, int d, vf& low, vf& high) {
-  if constexpr (kReadsTwo<T>) {
+FAJIT_INLINE TwoVectors load_two_dims(const T* row, int d) {
 #if FAJIT_AVX
-    const vw halves = small_float_halves<kExponentBits<T>>(row + d);
-    vh upper;
-#if FAJIT_AVX == 512
-    asm("vcvtph2ps %t1, %0" : "=v"(low) : "v"(halves));
-    asm("vextracti64x4 $1, %1, %0" : "=v"(upper) : "v"(halves));
-#else
-    asm("vcvtph2ps %x1, %0" : "=x"(low) : "x"(halves));
-    asm("vextracti128 $1, %1, %0" : "=x"(upper) : "x"(halves));
-#endif
-    high = half_to_float(upper);
-    if constexpr (kExponentBits<T> == 4) low *= 256.0f, high *= 256.0f;
-#endif
-  } else {
-    low = load_dims<T, N>(row, d);
-    high = load_dims<T, N>(row, d + kLanes);
+  if constexpr (kExponentBits<T> == 5) {
+    return widen_halves(small_float_halves<5>(row + d));
+  } else if constexpr (kExponentBits<T> == 4) {
+    const vw halves = small_float_halves<4>(row + d);
+    const vw nan = (vw)((halves & uint16_t{0x7fff}) == uint16_t{0x3f80});
+    const TwoVectors x = widen_halves(halves | nan);
+    return {x.low * 256.0f, x.high * 256.0f};
   }
+#endif
+  return {load_dims<T, N>(row, d), load_dims<T, N>(row, d + kLanes)};
 }
 
 // The integers of a row of N, one a byte.
@@ -265,10 +272,9 @@ FAJIT_INLINE void load_row(const T* src, float* dst) {
     int i = 0;
     if constexpr (kReadsTwo<T>) {
       for (; i + 2 * kLanes <= whole; i += 2 * kLanes) {
-        vf low, high;
-        load_two_dims<T, N>(src, i, low, high);
-        store(dst + i, low);
-        store(dst + i + kLanes, high);
+        const TwoVectors x = load_two_dims<T, N>(src, i);
+        store(dst + i, x.low);
+        store(dst + i + kLanes, x.high);
       }
     }
     for (; i < whole; i += kLanes) store(dst + i, load_dims<T, N>(src, i));
