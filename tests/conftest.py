@@ -48,6 +48,11 @@ def pytest_unconfigure(config):
 
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "by_turns(share): a run takes one in `share` of a test's cases, more until each value of a "
+        "parameter that several cases share is taken, and all with FAJIT_TEST_TURNS=all",
+    )
     try:
         import flashattn_jit  # noqa: F401
     except ImportError as error:
@@ -56,6 +61,16 @@ def pytest_configure(config):
     # range of tests, and a worker that is done takes half of the tests that another has left.
     if config.getoption("dist", "no") == "load":
         config.option.dist = "worksteal"
+
+
+def pytest_collection_modifyitems(config, items):
+    from tests.harness.rotation import left_out
+
+    if any("::" in argument for argument in config.args):  # tests that are named run as they are
+        return
+    if left := left_out(items):
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TypeVar
+
+import pytest
 
 from flashattn_jit.codegen.spec import host_target, host_targets
 
@@ -57,6 +60,44 @@ def some(items: Sequence[T], count: int, but_not: Collection[T] = ()) -> list[T]
         return items
     indices = _generator("some", len(items), count).sample(range(len(items)), count)
     return [items[index] for index in sorted(indices)]
+
+
+def covering(cases: Sequence[Mapping[str, int]], share: int, name: str) -> set[int]:
+    """One in `share` of a test's cases by turns, and more until all values of parameters appear.
+
+    cases: for each parameter which of its values a case has. A parameter of which each case has a
+    value of its own is not counted. Returns indices of `cases`.
+    """
+    axes = {axis for case in cases for axis in case}
+    axes = {axis for axis in axes if len({case[axis] for case in cases}) < len(cases)}
+    missing = {(axis, case[axis]) for case in cases for axis in axes}
+    order = list(range(len(cases)))
+    _generator("covering", name, share).shuffle(order)
+    taken: set[int] = set()
+    while missing or len(taken) < -(-len(cases) // share):
+        # The first one, in random order, that adds most.
+        best = max(order, key=lambda i: len(missing & set(cases[i].items())))
+        order.remove(best)
+        taken.add(best)
+        missing -= set(cases[best].items())
+    return taken
+
+
+def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Cases of tests with the mark `by_turns(share)` that this run does not take."""
+    if takes_all():
+        return set()
+    tests: dict[tuple[str, int], list[tuple[pytest.Item, Mapping[str, int]]]] = defaultdict(list)
+    for item in items:
+        mark, case = item.get_closest_marker("by_turns"), getattr(item, "callspec", None)
+        if mark is not None and case is not None:
+            (share,) = mark.args
+            tests[item.nodeid.split("[")[0], share].append((item, case.indices))
+    left = set()
+    for (name, share), cases in tests.items():
+        taken = covering([indices for _, indices in cases], share, name)
+        left |= {item for i, (item, _) in enumerate(cases) if i not in taken}
+    return left
 
 
 def turn(number: int, among: Sequence[T]) -> list[T]:
