@@ -11,7 +11,7 @@ from flashattn_jit.variants.capture.extract import HostTensor, map_tree
 from flashattn_jit.variants.ir.dtypes import VALUE_DTYPES
 from flashattn_jit.variants.ir.ir import category
 from flashattn_jit.variants.trace.operations import cast, op, val
-from flashattn_jit.variants.trace.values import Captured, Number, Value, pinned, tracer
+from flashattn_jit.variants.trace.values import HALVES, Captured, Number, Value, pinned, tracer
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.trace.tracer import Tracer
@@ -136,7 +136,9 @@ def _assign(t: Tracer, c: Captured, parts: list[Any]) -> Captured:
             if part != _WHOLE:
                 cut = (*[_WHOLE] * dim, _pinned(part))
                 host = t.run_host(torch.Tensor.__getitem__, (host, cut), {})
-        elif isinstance(part, Value) or type(part) in (int, Number):
+        elif isinstance(part, Value):  # as it is now: it may be changed in place
+            where[dim] = part.now()
+        elif type(part) in (int, Number):
             where[dim] = part
         elif isinstance(part, bool | torch.Tensor | list | Captured):
             t.refuse("an index that mixes positions with lists or masks", _ONE_VECTOR)
@@ -178,8 +180,10 @@ def load(t: Tracer, c: Captured) -> Value:
     sizes = {len(where) - 1: count} if count > 1 else {}
     slot = t.tensor_slot(host, sizes)
     inner = (count,) if count > 1 else ()
-    node = t.emitter.emit("gather", nodes, dtype, inner, slot=slot)
-    return Value(node, dtype, shape)
+    made = Value(t.emitter.emit("gather", nodes, dtype, inner, slot=slot), dtype, shape)
+    made.may_share, made.unknown_strides = True, len(shape) > 1  # in torch it is a view
+    made.half_dtype = c.host.dtype if c.host.dtype in HALVES else None
+    return made
 
 
 def _index_node(t: Tracer, i: Any) -> int:

@@ -23,7 +23,16 @@ from flashattn_jit.variants.trace.positions import (
     bound_of,
     fits_int32,
 )
-from flashattn_jit.variants.trace.values import HANDLERS, Handler, Number, Shape, Value, tracer
+from flashattn_jit.variants.trace.values import (
+    HALVES,
+    HANDLERS,
+    Captured,
+    Handler,
+    Number,
+    Shape,
+    Value,
+    tracer,
+)
 
 ELEMENTWISE: set[str] = set()
 """Handlers whose result has the strides of its tensor operands, whatever numbers they take."""
@@ -532,7 +541,7 @@ def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
     x = val(input)
     for a in (*args, kwargs.get("dtype"), kwargs.get("other")):
         if isinstance(a, torch.dtype) or hasattr(a, "dtype"):
-            converted = _type(x, a if isinstance(a, torch.dtype) else a.dtype)
+            converted = _type(x, a if isinstance(a, torch.dtype) else _dtype_of(a))
             break
     else:
         converted = x
@@ -540,22 +549,26 @@ def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
     at = 2 if args and (isinstance(args[0], torch.dtype) or hasattr(args[0], "dtype")) else 3
     copies = kwargs.get("copy") or any(args[at:])
     if copies and converted is x:
-        return Value(x.node, x.name, x.shape, bound=x.bound)
+        return x.now()
     return converted
 
 
 @op("type_as")
 def _type_as(input: Any, other: Any) -> Value:
-    return _type(input, other.dtype)
+    return _type(input, _dtype_of(other))
+
+
+def _dtype_of(x: Any) -> Any:
+    return x.torch_dtype if isinstance(x, Value | Captured) else x.dtype
 
 
 @op("type")
 def _type(input: Any, dtype: Any) -> Value:
     x = val(input)
-    if (x.half_dtype or x.dtype) == dtype and not x.weak:
+    if x.torch_dtype == dtype and not x.weak:
         return x  # as torch: the same tensor
     made = to_dtype(x, dtype)
-    made.half_dtype = dtype if dtype in (torch.float16, torch.bfloat16) else None
+    made.half_dtype = dtype if dtype in HALVES else None
     return made
 
 

@@ -45,6 +45,7 @@ from flashattn_jit.variants.trace import (
     vectors,
 )
 from flashattn_jit.variants.trace.errors import LOOK_UP_REMEDY, OP_REMEDIES, OP_REMEDY, Where
+from flashattn_jit.variants.trace.methods import attach, run_handler
 from flashattn_jit.variants.trace.node_emitter import Emitter
 from flashattn_jit.variants.trace.operations import cast, stored
 from flashattn_jit.variants.trace.positions import INDEX_BOUNDS, UNKNOWN
@@ -56,8 +57,6 @@ from flashattn_jit.variants.trace.values import (
     Captured,
     Number,
     Value,
-    attach,
-    run_handler,
     updated_by,
 )
 

@@ -1,6 +1,6 @@
 """The proxies that a hook gets while it is traced: `Value`, `Number` and `Captured`.
 
-All three have ``__torch_function__``, so that ``torch.*`` calls reach the tracer. `attach` gives
+All three have ``__torch_function__``, so that ``torch.*`` calls reach the tracer. methods.py gives
 them operators and methods, which call the handlers of operations.py and other modules.
 """
 
@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import inspect
 import math
 import operator
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
 from flashattn_jit.errors import TraceError
 from flashattn_jit.torch_modes import outside_modes
@@ -30,8 +26,6 @@ from flashattn_jit.variants.capture.extract import (
     Node,
     Source,
     constant,
-    leaves,
-    map_tree,
 )
 from flashattn_jit.variants.ir.dtypes import TORCH_DTYPES
 from flashattn_jit.variants.ir.halves import reads_as_float32
@@ -48,6 +42,8 @@ Handler = Callable[..., Any]
 
 HANDLERS: dict[str, Handler] = {}
 """Handlers of torch functions and Tensor methods by name, which `operations.op` registers."""
+
+HALVES = (torch.float16, torch.bfloat16)
 
 READS = {"item": ".item()", "tolist": ".tolist()", "numpy": ".numpy()", "__bool__": "bool",
          "__float__": "float()", "__int__": "int()", "__index__": "index"}  # fmt: skip
@@ -152,11 +148,13 @@ class Value(_Proxy):
     value whose memory it shares, which is none, and its element numbers there. Without a root,
     places have the strides of torch's tensor, and are None for row-major ones. views: those of it.
     half_dtype: torch's dtype where that is of half precision, which is computed as float32.
+    unknown_strides: they depend on those of captured tensors. may_share: its memory may be that of
+    a captured tensor, or of a value with such strides: in-place operations on it are refused.
     """
 
     __slots__ = (
-        "__weakref__", "bound", "half_dtype", "name", "node", "places", "root", "shape", "views",
-        "weak",
+        "__weakref__", "bound", "half_dtype", "may_share", "name", "node", "places", "root",
+        "shape", "unknown_strides", "views", "weak",
     )  # fmt: skip
 
     def __init__(
@@ -172,22 +170,34 @@ class Value(_Proxy):
         self.places: torch.Tensor | None = None
         self.views: list[weakref.ref[Value]] = []
         self.half_dtype: torch.dtype | None = None
+        self.unknown_strides = self.may_share = False
 
     def with_view(self, made: Value, places: torch.Tensor) -> Value:
         """`made` as a view of this value."""
         made.root, made.places = self if self.root is None else self.root, places
         made.half_dtype = self.half_dtype
+        made.unknown_strides, made.may_share = self.unknown_strides, self.may_share
         made.root.views.append(weakref.ref(made))
         return made
+
+    def now(self) -> Value:
+        """The value as it is, whatever is done to this one in place."""
+        return Value(self.node, self.name, self.shape, self.weak, self.bound)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """torch's dtype: that of half precision too."""
+        return self.half_dtype or self.dtype
 
     def __copy__(self) -> Value:
         return HANDLERS["alias"](self)  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Value:
-        made = Value(self.node, self.name, self.shape, self.weak, self.bound)
+        made = self.now()
         if self.root is not None and self.places is not None:
             return copy.deepcopy(self.root, memo).with_view(made, self.places)
         made.places, made.half_dtype = self.places, self.half_dtype
+        made.unknown_strides = self.unknown_strides
         return made
 
     @property
@@ -210,6 +220,19 @@ class Value(_Proxy):
 
     def __repr__(self) -> str:
         return f"Value({self.name}{list(self.shape)})"
+
+
+def laid_out(shape: Shape, stride: Sequence[int]) -> torch.Tensor:
+    """The element numbers of a shape, in memory of these strides."""
+    with outside_modes(), torch._C.DisableTorchFunction():
+        numbers = torch.arange(math.prod(shape), device="cpu").view(shape)
+        return torch.empty_strided(shape, stride, dtype=torch.int64, device="cpu").copy_(numbers)
+
+
+def is_row_major(x: Value) -> bool:
+    """Whether torch's tensor is contiguous."""
+    with torch._C.DisableTorchFunction():
+        return x.places is None or x.places.is_contiguous()
 
 
 class Captured(_Proxy):
@@ -239,6 +262,11 @@ class Captured(_Proxy):
         """What the hook sees: the tensor's own, and float32 of an element of half precision."""
         dtype = self.host.dtype
         return torch.float32 if reads_as_float32(dtype) and not self.on_host else dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """torch's dtype: that of half precision too."""
+        return self.host.dtype
 
     @property
     def device(self) -> torch.device:
@@ -342,7 +370,8 @@ def _sources(*xs: Any) -> frozenset[Source]:
     return frozenset[Source]().union(*(x.sources for x in xs if type(x) is Number))
 
 
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
+    """The value of a captured number, without specialising on it; anything else unchanged."""
     return x.value if type(x) is Number else x
 
 
@@ -351,7 +380,7 @@ def _number_op(symbol: str, a: Any, b: Any) -> Any:
     function = _ARITHMETIC.get(symbol) or _COMPARISONS[symbol]
     if any(isinstance(x, Value) or (type(x) is Captured and not x.on_host) for x in (a, b)):
         name = function.__name__.strip("_").join(("__", "__"))
-        return run_handler(name, HANDLERS[name], (a, b), {})
+        return tracer()._handle(name, (a, b), {})
     if not all(type(x) in (Captured, Number, int, float, bool) for x in (a, b)):
         return NotImplemented
     return tracer().dispatch(function, (a, b), {})
@@ -364,9 +393,9 @@ def _arithmetic(symbol: str, operate: Callable[[Any, Any], Any]) -> None:
         if symbol == "**" and type(b) is Number and type(b.value) is int:
             b = b.pin()  # its sign decides whether the result is an int
         try:
-            value = operate(_plain(a), _plain(b))
+            value = operate(plain(a), plain(b))
         except ArithmeticError as error:
-            raise type(error)(f"{error} (in {_plain(a)!r} {symbol} {_plain(b)!r})") from None
+            raise type(error)(f"{error} (in {plain(a)!r} {symbol} {plain(b)!r})") from None
         return Number(value, (symbol, _node(a), _node(b)), _sources(a, b))
 
     def backward(self: Any, other: Any) -> Any:
@@ -411,163 +440,3 @@ for _name in ("bool", "int", "float", "index", "format", "hash", "repr"):
     _pinning(f"__{_name}__")
 for _name in UNARY:
     _unary(_name)
-
-
-# --- operators and methods of values and captured tensors ----------------------------------------
-
-# For isinstance, a `Number` is the int or float that it stands for.
-_OPERANDS = (Value, Captured, int, float, torch.Tensor, np.generic, type(None))
-
-
-def _method(name: str, handler: Handler) -> Callable[..., Any]:
-    if name.startswith("__") and name not in ("__getitem__", "__setitem__"):
-
-        def operator(self: Any, *others: Any) -> Any:
-            if others and not isinstance(others[0], _OPERANDS):
-                return NotImplemented  # another class may define the reflected operator
-            return _as_in_torch(name, handler(self, *others), (self, *others))
-
-        return operator
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("out") is not None:
-            tracer().refuse(f"`{name}(out=...)`", "use the returned value")
-        return run_handler(name, handler, (self, *args), kwargs)
-
-    return method
-
-
-def _inplace(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return tracer()._handle(name, (self, *args), kwargs)
-
-    return method
-
-
-def run_handler(name: str, handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The handler's result. Raises TypeError for arguments that do not fit the function `name`."""
-    try:
-        return _as_in_torch(name, handler(*args, **kwargs), args, kwargs)
-    except TypeError:
-        try:  # Python's own message names the handler
-            inspect.signature(handler).bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{name}(): {error}") from None
-        raise
-
-
-RETURN_ARGUMENTS = frozenset({
-    "to", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool",
-    "type", "type_as", "contiguous", "cpu", "cuda", "requires_grad_", "lift_fresh", "resolve_conj",
-    "resolve_neg", "positive", "__pos__", "as_tensor",
-})  # fmt: skip
-"""What may return its argument, as torch does: in-place operations on the result change both."""
-
-
-def laid_out(shape: Shape, stride: Sequence[int]) -> torch.Tensor:
-    """The element numbers of a shape, in memory of these strides."""
-    with outside_modes(), torch._C.DisableTorchFunction():
-        numbers = torch.arange(math.prod(shape), device="cpu").view(shape)
-        return torch.empty_strided(shape, stride, dtype=torch.int64, device="cpu").copy_(numbers)
-
-
-def is_row_major(x: Value) -> bool:
-    """Whether torch's tensor is contiguous."""
-    with torch._C.DisableTorchFunction():
-        return x.places is None or x.places.is_contiguous()
-
-
-def _as_in_torch(
-    name: str, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})
-) -> Any:
-    """The result of the function `name`: a tensor of its own where torch's is, with its strides.
-
-    They decide whether ``reshape`` of the result is a view of it or a copy.
-    """
-    if type(result) is not Value:
-        return result
-    values = [x for x in leaves((args, dict(kwargs))) if type(x) is Value]
-    if any(result is x for x in values):
-        if name in RETURN_ARGUMENTS:
-            return result
-    elif result.root is not None:
-        if any(result.root is (x if x.root is None else x.root) for x in values):
-            return result  # a view
-    elif result.places is None and (result.ndim < 2 or all(map(is_row_major, values))):
-        return result
-    made = Value(result.node, result.name, result.shape, result.weak, result.bound)
-    made.half_dtype = result.half_dtype
-    if made.ndim > 1:
-        stride = _stride_in_torch(name, made.shape, args, kwargs)
-        made.places = None if stride is None else laid_out(made.shape, stride)
-    return made
-
-
-def _stride_in_torch(
-    name: str, shape: Shape, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[int, ...] | None:
-    """The strides of torch's result, of this shape, for tensors with those of the arguments;
-    captured ones count as contiguous. None for row-major ones."""
-
-    def stand_in(x: Any) -> Any:
-        if type(x) is Value and x.places is not None:
-            stride = x.places.stride()
-            return torch.empty_strided(x.shape, stride, dtype=x.dtype, device="cpu").zero_()
-        if type(x) is Captured:
-            return torch.zeros([x.host.shape[d] for d in x.free], dtype=x.dtype, device="cpu")
-        if type(x) is Value:
-            return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
-        return _plain(x)
-
-    owners = (operator if name.startswith("__") else torch, torch.Tensor, F)
-    found = [f for f in (getattr(owner, name, None) for owner in owners) if callable(f)]
-    with outside_modes(), torch._C.DisableTorchFunction():
-        given, named = map_tree((tuple(args), dict(kwargs)), stand_in)
-        try:
-            made = found[0](*given, **named)
-        except (RuntimeError, TypeError, ValueError, IndexError):  # arguments that torch refuses
-            tensors = [x for x in leaves((given, named)) if isinstance(x, torch.Tensor)]
-            made = next((torch.empty_like(x) for x in tensors if x.shape == shape), None)
-        return made.stride() if made is not None and made.shape == shape else None
-
-
-def _captured(name: str) -> Callable[..., Any]:
-    function = getattr(torch.Tensor, name)
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return tracer().dispatch(function, (self, *args), kwargs)
-
-    return method
-
-
-def _missing(self: Value, name: str) -> Any:
-    if name.startswith("__") and name.endswith("__"):
-        raise AttributeError(name)
-    if name == "T":
-        return HANDLERS["permute"](self, *reversed(range(self.ndim)))
-    if name == "mT":
-        return HANDLERS["transpose"](self, -2, -1)
-    if hasattr(torch.Tensor, name):
-        if (updated_by(name) or name) in HANDLERS:
-            return lambda *args, **kwargs: tracer()._handle(name, (self, *args), kwargs)
-        tracer().refuse_op(f"Tensor.{name}")
-    raise AttributeError(f"'Tensor' object has no attribute {name!r}")
-
-
-def attach() -> None:
-    """Give `Value` and `Captured` all operators and methods that have a handler."""
-    for name, handler in HANDLERS.items():
-        dunder = name.startswith("__")
-        if dunder and updated_by(name):
-            setattr(Value, name, _inplace(name))
-        elif dunder or hasattr(torch.Tensor, name):
-            setattr(Value, name, _method(name, handler))
-        if dunder and hasattr(torch.Tensor, name):
-            setattr(Captured, name, _captured(name))
-    Value.__getattr__ = _missing  # type: ignore[attr-defined]
-    Value.where = lambda self, condition, other: run_handler(  # type: ignore[attr-defined]
-        "where", HANDLERS["where"], (condition, self, other), {}
-    )
-    for cls in (Value, Captured):
-        # The operators of numpy scalars on the left then return NotImplemented.
-        cls.__array_ufunc__ = None  # type: ignore[union-attr]

@@ -224,14 +224,31 @@ def _part(v: Value, numbers: torch.Tensor, places: torch.Tensor, memory: torch.T
     return made
 
 
+def _reshaped(name: str, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of a method that copies where strides do not allow for a view."""
+    v = val(input)
+    moved = _moved(name, v, *args, **kwargs)
+    if v.unknown_strides:
+        root = v if v.root is None else v.root
+        root.may_share = True
+        if moved.root is None:  # it may be a view; neither is written any more
+            with torch._C.DisableTorchFunction():
+                v.with_view(moved, torch.from_numpy(element_numbers(moved)))
+    return moved
+
+
 @op("contiguous", elementwise=False)
 def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Value:
     v = val(input)
+    if v.unknown_strides:
+        return _reshaped("reshape", v, v.shape)  # type: ignore[no-any-return]
     return v if is_row_major(v) else take(v, element_numbers(v))
 
 
+for _name in ("reshape", "flatten", "ravel"):
+    op(_name, elementwise=False)(partial(_reshaped, _name))
 for _name in (
-    "reshape", "view", "flatten", "ravel", "unflatten", "unsqueeze", "squeeze", "expand",
+    "view", "unflatten", "unsqueeze", "squeeze", "expand",
     "broadcast_to", "t", "movedim", "moveaxis", "transpose", "swapaxes", "swapdims", "permute",
     "flip", "roll", "repeat_interleave", "repeat", "tile", "narrow", "select", "split_with_sizes",
     "chunk", "unbind", "detach",
@@ -241,7 +258,7 @@ for _name in (
 
 @op("view_as", "reshape_as", elementwise=False)
 def _reshape_as(input: Any, other: Any) -> Value:
-    return _moved("reshape", input, other.shape)  # type: ignore[no-any-return]
+    return _reshaped("reshape", input, other.shape)  # type: ignore[no-any-return]
 
 
 @op("alias", elementwise=False)
@@ -328,12 +345,23 @@ def write(target: Value, new: Value) -> None:
     if target.root is not None:
         _put(target, (Ellipsis,), new)
         return
+    _check_memory(target)
     target.node, target.name, target.bound = new.node, new.name, new.bound
     _follow(target)
 
 
+def _check_memory(root: Value) -> None:
+    if root.may_share:
+        tracer().refuse(
+            "an in-place operation on what may share memory with a captured tensor, or with a "
+            "reshaped value whose strides depend on one",
+            "change a copy: `x = x.clone()`",
+        )
+
+
 def _put(target: Value, items: tuple[Any, ...], value: Value) -> None:
     root = target if target.root is None else target.root
+    _check_memory(root)
     v = full(root)
     with torch._C.DisableTorchFunction():
         memory = torch.from_numpy(element_numbers(v))

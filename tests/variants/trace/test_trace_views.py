@@ -94,7 +94,7 @@ def assert_rows_equal_eager(hook):
     zero = torch.zeros(1, 1, 3, dtype=torch.int32)
     graph = bound.ir.hook("query_mod")
     assert graph is not None
-    inputs = {"row": rows, "b": zero, "h": zero, "q_idx": zero + torch.arange(3)}
+    inputs = {"row": rows, "b": zero, "h": zero, "q_idx": zero + torch.arange(3, dtype=torch.int32)}
     got = evaluate(graph, inputs, bound.tensors, bound.scalars).expand(rows.shape)
     wanted = [hook(row.clone(), 0, 0, torch.tensor(i)) for i, row in enumerate(rows[0, 0])]
     torch.testing.assert_close(got[0, 0], torch.stack(wanted).float())
@@ -299,3 +299,134 @@ def test_expanded_values_cannot_be_changed():
 
     with pytest.raises(TraceError, match=r"elements share memory.*clone"):
         variant(query_mod=hook).bind(DIMS)
+
+
+TABLE = torch.arange(24.0).view(6, 4)
+ROWS = torch.arange(48.0).view(6, 4, 2).transpose(1, 2)
+
+
+def read_before_the_index_changes(x, b, h, i):
+    before = TABLE[i]
+    i += 1
+    return x + before.sum() * 10 + TABLE[i].sum()
+
+
+def read_before_a_computed_index_changes(x, b, h, i):
+    at = 2 * i
+    before = TABLE[at, 1]
+    at *= 0
+    return x + before
+
+
+def computed_halves(x, b, h, i):
+    half = x.half() * 2
+    single = half.float()
+    single += 1
+    return half.float() + single
+
+
+def halves_again(x, b, h, i):
+    half = torch.relu(x.half())
+    same = half.half()
+    same += 1
+    return half.float()
+
+
+def as_a_half(x, b, h, i):
+    half = x.half()
+    other = x.to(half)
+    other += 1
+    third = x.type_as(half)
+    third += 1
+    return x + other.float() + third.float()
+
+
+def a_captured_half(x, b, h, i):
+    row = HALVES_TABLE[i].float()
+    row += 1
+    return x + row.sum()
+
+
+def tiled(x, b, h, i):
+    tile = x.view(2, 4).t().tile(1, 1)
+    tile.reshape(-1)[0] = 9.0
+    return x + tile.sum()
+
+
+def divided(x, b, h, i):
+    parts = torch.stack([i, i + 1])
+    quotient = parts.expand(2, 2) // torch.stack([parts, parts + 1]).t().clamp(min=1)
+    quotient.reshape(-1)[0] = 9
+    return x + quotient.sum()
+
+
+HALVES_TABLE = (torch.arange(24.0).view(6, 4) / 8).half()
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        read_before_the_index_changes, read_before_a_computed_index_changes, computed_halves,
+        halves_again, as_a_half, a_captured_half, tiled, divided,
+    ],
+)  # fmt: skip
+def test_copies_and_views_are_those_of_torch(hook):
+    assert_rows_equal_eager(hook)
+
+
+@pytest.mark.parametrize(
+    "reshape",
+    [
+        lambda y: y.reshape(-1), lambda y: y.flatten(), torch.ravel, lambda y: y.contiguous(),
+        lambda y: y.T.reshape(-1), lambda y: y.reshape_as(torch.zeros(8)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "take", [lambda x, i: ROWS[i] * x[0], lambda x, i: ROWS[i] + 1, lambda x, i: -ROWS[i]]
+)
+def test_strides_of_captured_tensors_do_not_decide(take, reshape):
+    def through_the_reshaped(x, b, h, i):
+        y = take(x, i)
+        reshape(y).add_(1)
+        return x + y.sum()
+
+    def through_the_other(x, b, h, i):
+        y = take(x, i)
+        flat = reshape(y)
+        y += 1
+        return x + flat.sum()
+
+    def of_copies(x, b, h, i):
+        y = take(x, i)
+        flat = reshape(y).clone()
+        flat += 1
+        return x + y.clone().add_(flat.sum()).sum()
+
+    for hook in (through_the_reshaped, through_the_other):
+        with pytest.raises(TraceError, match=r"may share memory.*clone"):
+            variant(query_mod=hook).bind(DIMS)
+    assert_rows_equal_eager(of_copies)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda i: ROWS[i].reshape(-1), lambda i: TABLE[i].float(), lambda i: TABLE[i].view(2, 2),
+        lambda i: TABLE[i, 1].reshape(1), lambda i: TABLE[i][:2].flatten(),
+    ],
+)  # fmt: skip
+def test_captured_tensors_are_not_written_through_views(take):
+    def hook(x, b, h, i):
+        row = take(i)
+        row += 1
+        return x + row.sum()
+
+    with pytest.raises(TraceError, match=r"captured tensor"):
+        variant(query_mod=hook).bind(DIMS)
+
+    def of_a_copy(x, b, h, i):
+        row = take(i).clone()
+        row += 1
+        return x + row.sum()
+
+    assert_rows_equal_eager(of_a_copy)
