@@ -121,6 +121,35 @@ def test_rows_of_many_magnitudes(kv_format, target) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["int8", "e4m3", "int4", "nf4"])
+def test_small_weights_next_to_a_large_one(name, target) -> None:
+    """As of an attention sink: most of the weight is that of a key whose value is nearly 0."""
+    kv_format = Format(name, "head")
+    for keys, delta in ((64, 7.0), (64, 9.0), (256, 10.0)):
+        q, k, v = (normal(i, *size) for i, size in enumerate(
+            [(1, 8, 1, 128), (1, 2, keys, 128), (1, 2, keys, 128)]
+        ))  # fmt: skip
+        v += 0.5
+        k[:, :, :, 0] = 0.0
+        k[:, :, 0] = 0.0
+        k[:, :, 0, 0], q[..., 0] = 3.0, delta * 128**0.5 / 3
+        v[:, :, 0] *= 0.01
+        stored = [kv_format.quantize(x, heads_dim=1) for x in (k / 2, v)]
+        out = fa.attention(2 * q.bfloat16(), *stored, target=target)
+        exact, eager = (
+            attention_reference(2 * q.bfloat16(), *stored, dtype=dtype)[0].double()
+            for dtype in (torch.float64, torch.bfloat16)
+        )
+        # A tile of 64 keys has weights that are off by 2^-16 of the largest, 1.
+        of_weights = 2.0**-16 * stored[1].dequantize().double().square().sum(-2).sqrt().mean()
+        error = (out.double() - exact).square().mean().sqrt()
+        bound = (
+            1.5 * (eager - exact).square().mean().sqrt() + 2.0**-9 * exact.square().mean().sqrt()
+        )
+        assert error <= bound + of_weights
+
+
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kv_format", CODES, ids=named)
 def test_weights_of_a_pointwise_normaliser(kv_format, target) -> None:
     """They are of either sign, and far from 1."""

@@ -12,6 +12,7 @@
 //   of, unit            what a kernel knows of the codes; what a value is in units of the products
 //   query               a row of Q as numbers that codes are multiplied with
 //   weights, put        rows of weights, times weight_unit(), likewise; they are scaled together
+//   kTakesTotals        whether `weights` takes the sums of their magnitudes
 //   codes_of, operands  the codes of a word, and what is multiplied with either side
 //   Sums                of products with a row; `settle` after kSteps words
 //   kMostDims           products that may be added before they become floats
@@ -191,7 +192,7 @@ FAJIT_INLINE void put_code_weights(const Products& products, float* rows, int ve
 #pragma GCC unroll 1
   for (int first = Numbers::kGroups - sets; first >= 0; first -= sets) {
     vi largest[count] = {}, sums[count] = {};
-    [[maybe_unused]] vf zeros[count] = {};
+    [[maybe_unused]] vf zeros[count] = {}, magnitudes[count] = {};
     const auto row_of = [&](int i) { return (first + i / NR) * Rows + i % NR; };
 #pragma GCC unroll 16
     for (int i = count - 1; i >= 0; --i)  // the weights are overwritten last
@@ -200,9 +201,13 @@ FAJIT_INLINE void put_code_weights(const Products& products, float* rows, int ve
         const vf x = load(rows + i % NR * N + n) * (load(own) * products.weight_unit());
         if constexpr (Numbers::kZeros) zeros[i] += x * load(own + Numbers::kGroups * N);
         largest[i] = larger_bits(largest[i], magnitude_bits(x));
+        if constexpr (Products::kTakesTotals) magnitudes[i] += abs(x);
         store(rows + row_of(i) * N + n, x);
       }
-    const RowScales scales = products.template weights<N>(reduce_few(largest, larger_bits));
+    vf total{};
+    if constexpr (Products::kTakesTotals)
+      total = reduce_few(magnitudes, [](vf a, vf b) { return a + b; });
+    const RowScales scales = products.template weights<N>(reduce_few(largest, larger_bits), total);
     float factors[kLanes], units[kLanes];
     store(factors, scales.factor), store(units, scales.unit);
 #pragma GCC unroll 16

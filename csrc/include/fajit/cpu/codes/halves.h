@@ -139,8 +139,9 @@ class HalfProducts {
     return {scales.unit[0], 0};
   }
   // Rows of N weights, in order, and kLanes of them, from n on.
+  static constexpr bool kTakesTotals = false;
   template <int N>
-  FAJIT_INLINE RowScales weights(vi largest) const {
+  FAJIT_INLINE RowScales weights(vi largest, vf) const {
     RowScales scales = scales_of<N>(largest);
     scales.unit *= unit_;
     return scales;

@@ -53,7 +53,8 @@ FAJIT_BYTES(ordered_bytes, "vpshufb")
 // Integers of up to `most`, as which rows are multiplied. An infinite value or NaN makes the unit
 // NaN.
 constexpr float kMostInteger = 32639;  // 127 * 256 + 127
-FAJIT_INLINE RowScales integer_scales(vi largest, float most = kMostInteger) {
+template <class Most = float>
+FAJIT_INLINE RowScales integer_scales(vi largest, Most most = kMostInteger) {
   const vf exact = as_float(largest) * (1 / most);
   const vf unit = exact < 0x1p-126f ? vf{} : exact;  // its reciprocal is finite
   const vf inverse = unit > 0.0f ? 1.0f / unit : vf{};
@@ -158,8 +159,9 @@ class IntegerProducts {
     });
   }
   // Rows of N weights, and kLanes of them, from n on; `sum` is of the integers.
+  static constexpr bool kTakesTotals = false;
   template <int N>
-  FAJIT_INLINE RowScales weights(vi largest) const {
+  FAJIT_INLINE RowScales weights(vi largest, vf) const {
     return integer_scales(largest);
   }
   FAJIT_INLINE void put(vf x, vf factor, int8_t* row, int n, vi& sum) const {

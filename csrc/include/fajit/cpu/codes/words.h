@@ -94,12 +94,16 @@ class WordProducts {
     __builtin_memcpy(words, row, sizeof row);
     return of_row;
   }
-  // Rows of N weights, in order, and kLanes of them, from n on; `sum` is of the integers. Sums of N
-  // products with words of a codebook fit 32 bits.
+  // Rows of N weights, in order, and kLanes of them, from n on; `sum` is of the integers. `total`:
+  // of the magnitudes of a row. Sums of products with words of a codebook, up to 2^13, fit 32 bits
+  // where those of weights fit 18: rows of which one weight is much larger than the others, which
+  // need them most, have 15 bits, others at least 2^18 / N.
+  static constexpr bool kTakesTotals = kLooked;
   template <int N>
-  FAJIT_INLINE RowScales weights(vi largest) const {
-    constexpr float fit = 0x1p18f / N - 1;
-    return integer_scales(largest, steps_[0] < 1 && fit < kMostInteger ? fit : kMostInteger);
+  FAJIT_INLINE RowScales weights(vi largest, vf total) const {
+    if (steps_[0] == 1) return integer_scales(largest);
+    const vf most = as_float(largest) / total * (0x1p18f - N);  // N: of roundings
+    return integer_scales(largest, most < kMostInteger ? most : splat(kMostInteger));
   }
   FAJIT_INLINE void put(vf x, vf factor, int8_t* row, int n, vi& sum) const {
     const vi q = to_integers(x, factor);
