@@ -46,6 +46,7 @@ def reduced(entry: Entry) -> None:
     check(batch, small.what, *attend(batch, small.what.variant(batch.heads[0]), target=target))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("entry", rotation.chosen(ENTRIES, 12), ids=lambda e: e.name)
 def test_lists_at_reduced_sizes(entry: Entry) -> None:
     reduced(entry)
@@ -59,6 +60,7 @@ CASES = {
 """A library variant for each format; together they have every hook."""
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", rotation.chosen(list(FORMATS), 2))
 def test_formats(name: str) -> None:
     case, target = by_name(CASES[name]), TARGETS[list(FORMATS).index(name) % len(TARGETS)]
@@ -91,6 +93,7 @@ def test_a_cascade_is_the_flat_batch(q_len: int) -> None:
     assert composed.ours <= 1.5 * max(flat.ours, flat.eager)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("q_len", "kv_len"), [((), ()), ((0,), (5,)), ((3,), (0,))], ids=str)
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_batches_of_nothing_within_limits(q_len, kv_len, page_size: int) -> None:

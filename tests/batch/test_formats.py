@@ -55,12 +55,14 @@ def formats_of(number: int, among: list[str]) -> list[str]:
     return [name for name in among if name != MASKED[(FIRST_OUT + number) % len(MASKED)]]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("case", FEW, ids=lambda c: c.name)
 def test_every_format_with_few_rows(case: Case) -> None:
     for name in formats_of(FEW.index(case), list(FORMATS)):
         run_format(case, FEW_ROWS, name)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("case", MANY, ids=lambda c: c.name)
 def test_every_format_with_many_rows(case: Case) -> None:
     for name in formats_of(MANY.index(case), MANY_ROWS):

@@ -48,6 +48,7 @@ def assert_same(some, others) -> None:
         assert torch.equal(out, other) and torch.equal(lse, other_lse)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("count", "kv_len", "group", "kv_heads", "dim", "page"), DECODE)
 def test_decoding(count, kv_len, group, kv_heads, dim, page) -> None:
     heads = (group * kv_heads, kv_heads)

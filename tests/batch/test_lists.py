@@ -11,6 +11,7 @@ from tests.harness import rotation
 from tests.ops.cases import HOST_TARGETS
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "entry", rotation.chosen(ENTRIES, 6, lambda e: e.what.name), ids=lambda e: e.name
 )
@@ -24,6 +25,7 @@ def test_full_size(entry: Entry) -> None:
 ON_OTHERS = (LISTS["sliding_window"][9], LISTS["sliding_window"][19], LISTS["mixed"][7])
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", rotation.turn(0, HOST_TARGETS[:-1] or HOST_TARGETS))
 @pytest.mark.parametrize("entry", ON_OTHERS, ids=lambda e: e.name)
 def test_other_targets_of_this_machine(entry: Entry, target: str) -> None:

@@ -44,6 +44,7 @@ VARIANTS: dict[str, tuple[Any, tuple[int, int, int], int]] = {
 """(variant, (requests, q_len, kv_len), page size)."""
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", rotation.chosen(list(VARIANTS), 2))
 def test_full_size(name: str) -> None:
     make, (count, q_len, kv_len), page_size = VARIANTS[name]

@@ -53,6 +53,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("mode", "count", "unique", "shared", "heads", "dim", "page"), SHARED)
 def test_a_cascade_is_the_flat_batch(mode, count, unique, shared, heads, dim, page) -> None:
     q_len = 1 if mode == "decode" else unique
@@ -77,6 +78,7 @@ MATHS = {
 }  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", MATHS)
 def test_three_levels_of_requests_of_all_kinds(name: str) -> None:
     """All share 64 keys, two groups share 48 more; windows end inside of the shared keys."""

@@ -35,12 +35,14 @@ def compare(batch: Batch, what: Math, visited: Visited) -> None:
     check(batch, what, out, lse, seen=visited.seen)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("size", "shape", "heads", "dim", "bits", "page"), BLOCKS)
 def test_blocks_of_one_size(size, shape, heads, dim, bits, page) -> None:
     batch = Batch((shape[0],), (shape[1],), heads, dim, DTYPES[dim], page)
     compare(batch, Math(), blocks(batch, size, bits=bits))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("size", [(16, 16), (5, 1), (1, 7)], ids=str)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_blocks_of_many_requests_and_of_each_head(size, per_head: bool) -> None:
@@ -48,6 +50,7 @@ def test_blocks_of_many_requests_and_of_each_head(size, per_head: bool) -> None:
     compare(batch, Math(causal=True), blocks(batch, size, 0.4, per_head, bits=per_head))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("length", "rows", "cols", "density", "dim"), VARIABLE)
 def test_blocks_of_all_sizes_for_each_head(length, rows, cols, density, dim) -> None:
     batch = Batch((length,), (length,), (4, 2), dim, DTYPES[dim], 0)

@@ -23,6 +23,7 @@ PACKED = (
 """(requests, length, kv heads, q heads, head dim, causal)."""
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("count", "length", "kv_heads", "q_heads", "dim", "causal"), PACKED)
 def test_views_of_one_packed_tensor(count, length, kv_heads, q_heads, dim, causal) -> None:
     lengths, what = (length,) * count, Math(causal=causal)

@@ -147,6 +147,7 @@ ALLOWED = {
 those that run in other processes."""
 
 
+@pytest.mark.by_turns(3)
 @needs_nvcc
 @pytest.mark.usefixtures("peers_installed")
 @pytest.mark.parametrize("name", command.CALLS)

@@ -140,6 +140,7 @@ def test_a_terminal_shows_one_line_of_what_is_going_on(
     assert stream.getvalue() == f"compiling\rround 2 of \r{' ' * 11}\r"
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("args", "words"),
     [(("pack", "{folder}/k.pack"), "packing"), (("doctor",), "checking"),

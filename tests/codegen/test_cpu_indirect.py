@@ -347,6 +347,7 @@ def test_every_format_and_variant(name, form, shapes):
         check(world, VARIANTS[name]())
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("target", "dtype"),
     [(t, d) for i, t in enumerate(TARGETS) for d in rotation.turn(i, DTYPES)],
@@ -359,6 +360,7 @@ def test_every_target_and_some_dtype(shapes, dtype, target):
         check(world, fa.Causal(), target)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dims", [(64, 64), (40, 24), (128, 7)])
 @pytest.mark.parametrize("kind", ["few_row", "prefill"])
 def test_head_dims(kind, dims):
@@ -403,6 +405,7 @@ def by_slot(slot: Any, gain: torch.Tensor) -> fa.Variant:
     )
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("form", [{"page_size": 5}, {"page_size": 5, "shared": 6}, {"shared": 6}],
                          ids=["pages", "shared_pages", "shared"])  # fmt: skip
 def test_slots(form):

@@ -218,6 +218,7 @@ def random_items(walk: str, seed: int) -> list[Item]:
     return [*items, (64, 64, np.zeros(1, np.uint8))]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("walk", WALKS)
 def test_tiles_that_are_not_empty_are_visited_once_in_order(walks: Walks, walk: str) -> None:
     for seed in range(SEEDS):

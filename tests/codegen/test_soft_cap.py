@@ -61,6 +61,7 @@ def hooks(score_mod) -> str:
     return lower_hooks(ir, "Case", "cuda")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("score_mod", "capped"),
     [

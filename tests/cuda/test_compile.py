@@ -43,6 +43,7 @@ FEATURES = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("target", "head_dims"), TILES, ids=str)
 def test_every_tile_on_every_target(target: str, head_dims: tuple[int, int]) -> None:
     tiles = specs("plain", target, head_dims)
@@ -54,6 +55,7 @@ def test_every_tile_on_every_target(target: str, head_dims: tuple[int, int]) -> 
         assert_clean(kernel)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("target", "features"), FEATURES, ids=str)
 def test_every_feature_on_every_target(target: str, features: tuple[str, ...]) -> None:
     number = CUDA_TARGETS.index(target) * len(FEATURE_SETS) + FEATURE_SETS.index(features)
@@ -71,6 +73,7 @@ def test_every_feature_on_every_target(target: str, features: tuple[str, ...]) -
         assert_clean(kernel)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_kernels_that_are_no_attention_on_every_target(target: str) -> None:
     utilities: list[AnySpec] = [UtilitySpec("merge_states", target)]
@@ -87,6 +90,7 @@ def test_kernels_that_are_no_attention_on_every_target(target: str) -> None:
         assert report.complaints() == []
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("case", IN_TURN, ids=lambda case: case.name)
 def test_variants_on_one_rotating_target(case: Case) -> None:
     target, kind = rotating(case.name)

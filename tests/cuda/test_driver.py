@@ -307,6 +307,7 @@ def attention_launches(
     return found
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_the_merge_alone_may_overlap_attention_where_it_can_wait(
     target: str, driver: StandIn, monkeypatch: pytest.MonkeyPatch

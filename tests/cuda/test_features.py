@@ -56,6 +56,7 @@ def test_block_masks_of_any_block_size(block: tuple[int, int], q_len: int) -> No
     torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", ["emulated:sm_75", "emulated:sm_80"])
 @pytest.mark.parametrize(
     "head_dims", rotation.chosen([(17, 17), (64, 40), (33, 130), (8, 24)], 2), ids=str
@@ -126,6 +127,7 @@ def test_rows_without_keys_are_zero() -> None:
     assert torch.isfinite(out).all() and torch.isfinite(lse[:, :, 50:]).all()
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("copies", ["late", "early"])
 @pytest.mark.parametrize("q_len", [1, 140])
 def test_same_inputs_same_bits_whenever_copies_land(

@@ -81,6 +81,7 @@ def close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
         torch.testing.assert_close(one.float(), other.float(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("make", "shape", "target"), IN_TURN,
     ids=lambda x: x.__name__ if callable(x) else str(x),

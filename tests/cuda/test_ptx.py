@@ -54,6 +54,7 @@ def test_the_ptx_of_an_entry_is_what_is_compared() -> None:
     assert without_columns(kernel.ptx) == without_columns(ptx_of(kernel.spec, key[1]))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_100"])
 @pytest.mark.parametrize(
     ("kind", "features"),
@@ -76,6 +77,7 @@ def test_the_l2_evicts_first_what_only_one_block_reads(
         assert hinted == len(copies) - queries > 0
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_merge_waits_by_itself_from_sm_90_on(target: str, kind: TileKind) -> None:
@@ -113,6 +115,7 @@ def test_positions_are_divided_by_multiplication() -> None:
     assert divisions(hooks, "paged") == plain
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", EMULATED)
 def test_ptx_names_sources_by_logical_names(target: str) -> None:
     text = ptx_of(by_mma_sync(spec_of("mix_gemma2", target, "prefill")))

@@ -66,6 +66,7 @@ def test_kernels_are_those_whose_resources_are_looked_at(case: Case) -> None:
 LIBRARY = [c for c in IN_TURN if "library" in c.tags and c.fits(DECODE)]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("case", LIBRARY, ids=lambda c: c.name)
 def test_library_variants_with_the_other_kind_of_tile(case: Case) -> None:
     target = EMULATED[turn(case) % len(EMULATED)]
@@ -79,6 +80,7 @@ OVERLAPPING = [target for target in EMULATED if sm_version(target) >= 90]
 MERGED = ("sink", "sigmoid", "gated_output")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("name", "target"),
     [(name, t) for i, name in enumerate(MERGED) for t in rotation.turn(i, OVERLAPPING)],
@@ -99,6 +101,7 @@ def test_merges_that_overlap_attention(
     assert overlaps == [False, True]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("shape", rotation.chosen(SHAPES, 2), ids=lambda s: s.id)
 def test_every_shape(shape: Shape) -> None:
     number = SHAPES.index(shape) + rotation.seed()

@@ -36,6 +36,7 @@ def matrix_instructions(spec: KernelSpec) -> int:
     return (scores + outputs) * (2 if spec.target == "sm_75" else 1)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("target", "kind"),
     rotation.chosen([(t, k) for t in CUDA_TARGETS for k in KINDS], 2, lambda pair: pair[0]),
@@ -63,6 +64,7 @@ def test_attention_multiplies_on_matrix_units_and_loads_past_registers(
 NAMES = ("causal", "rope", "mix_gemma2")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("name", "target"),
     rotation.chosen([(n, t) for n in NAMES for t in CUDA_TARGETS], 7, lambda pair: pair[0]),
@@ -87,6 +89,7 @@ def test_no_kernel_touches_local_memory_among_its_products(
             assert report.spills_among_products == among == 0
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_machine_code_is_decoded_as_the_disassembler_does(target: str) -> None:
     """The few instructions that the rule about spills knows, and where jumps lead."""
@@ -108,6 +111,7 @@ def test_machine_code_is_decoded_as_the_disassembler_does(target: str) -> None:
             assert {i.name for i in code} >= {"EXIT", "BRA"}
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("name", "target", "head_dim"), rotation.chosen(cycles.KERNELS, 12, lambda k: k[2])
 )

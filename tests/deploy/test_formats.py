@@ -81,6 +81,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kv_format", rotation.chosen(FORMATS, 2))
 def test_what_calls_ask_for_is_wanted(
     kv_format: Any, kernels: Path, monkeypatch: pytest.MonkeyPatch

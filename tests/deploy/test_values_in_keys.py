@@ -32,6 +32,7 @@ def serve(head_dim: int, head_dim_v: int, kv_dtype: torch.dtype) -> None:
         batch.run(torch.randn(q_len, 2, head_dim), keys, scale=0.1)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("dims", "dtypes", "kv_dtype"),
     [

@@ -19,6 +19,7 @@ def kernels() -> None:
     on_ranks(2, FAILING + "compiled")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("when", "way"), [("between", "keys"), ("late", "keys"), ("late", "ring")])
 @pytest.mark.usefixtures("kernels")
 def test_a_killed_rank_is_an_error_of_the_others(when, way) -> None:
@@ -33,6 +34,7 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout() -> None:
     assert last == "late" and all("timeout" in words for words in said)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("ranks", "functions"),
     [

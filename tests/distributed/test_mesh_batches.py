@@ -14,6 +14,7 @@ PROGRAMS = "tests.distributed.mesh_programs:"
 FITTING = [name for name in NAMES if name != "gate"]  # reads slots of ragged keys
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_pages_are_divided(ranks) -> None:
     names = ["causal", *rotation.some(FITTING, 2, but_not=["causal"])]
@@ -36,6 +37,7 @@ def test_shared_pages_are_divided(divided) -> None:
     on_ranks(3, PROGRAMS + "cascade", divided=divided)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("divided", "ranks"), [("pages_heads", 3), ("requests_heads", 2), ("requests_heads", 4)]
 )

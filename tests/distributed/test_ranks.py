@@ -12,6 +12,7 @@ from tests.registry.cases import CASES
 PROGRAMS = "tests.distributed.programs:"
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_rows_and_keys_come_together(ranks) -> None:
     """Bit for bit with batch_invariant."""
@@ -76,6 +77,7 @@ def test_batches_without_requests_rows_or_keys() -> None:
     on_ranks(3, PROGRAMS + "nothing")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("way", ["keys", "ring", "states", "heads"])
 def test_emulated_devices(way) -> None:
     on_ranks(2, PROGRAMS + "emulated", way=way)

@@ -62,6 +62,7 @@ class Dealt:
         self.shares, self.pages = batch.dealt(self.tiles, whole, params, self.requests)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("mask", ["causal", "documents", "window", "prefix", "blocks"])
 def test_the_longest_rank_is_near_the_mean(mask) -> None:
     """Within 5 % of the mean for any number of ranks, of one sequence of 128k tokens."""
@@ -106,6 +107,7 @@ def test_a_window_sends_a_tenth_of_an_all_gather_at_most() -> None:
 Q_LEN, KV_LEN = (500, 1, 300), (500, 77, 450)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("mask", ["full", "causal", "documents", "window", "prefix", "blocks"])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_every_row_has_one_rank_and_all_of_its_keys(mask, invariant) -> None:

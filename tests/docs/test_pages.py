@@ -196,6 +196,7 @@ def test_a_recipe_equals_its_eager_reference(recipe: cookbook.Recipe) -> None:
             torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.number)
 def test_the_benchmark_times_the_same_in_flex_attention(

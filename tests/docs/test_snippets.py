@@ -47,6 +47,7 @@ def test_kinds_of_blocks_are_known(page: Path) -> None:
             compile(snippet.text, str(page), "exec")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if code(page)], ids=lambda page: str(page.relative_to(ROOT))
 )
@@ -93,6 +94,7 @@ def sessions(page: Path) -> list[str]:
     return [line[2:] for text in blocks for line in text.splitlines() if line.startswith("$ ")]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", ["tutorial.md", "cache.md", "command_line.md"])
 def test_sessions_run(name: str, tmp_path: Path) -> None:
     """One after the other in one folder, as the pages say; each exits with 0.

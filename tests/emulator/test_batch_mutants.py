@@ -156,6 +156,7 @@ def test_the_headers_have_the_texts() -> None:
     check_texts(MUTANTS)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 2), ids=lambda m: m.name)
 def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -190,6 +190,7 @@ MUTANTS = (
 )  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("moment", ["late", "early", "random:5"])
 def test_nothing_is_found_in_the_kernels(
@@ -203,6 +204,7 @@ def test_the_headers_have_the_texts() -> None:
     check_texts(MUTANTS)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 2), ids=lambda m: m.name)
 def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

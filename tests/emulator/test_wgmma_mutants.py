@@ -436,6 +436,7 @@ def test_the_headers_have_the_texts() -> None:
     check_texts(MUTANTS)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("mutant", rotation.chosen(MUTANTS, 7), ids=lambda m: m.name)
 def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -444,6 +445,7 @@ def test_the_mutant_is_found(
     assert found in mutant.found
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("call", rotation.chosen(list(CALLS), 16))
 def test_bits_depend_on_no_order(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = kinds_that_run(monkeypatch)

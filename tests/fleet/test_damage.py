@@ -107,6 +107,7 @@ DAMAGES: dict[str, Damage] = {
 }  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_entry_is_built_again_once(warm: Fleet, damage: Damage) -> None:
     (entry,) = entries(warm.cache)

@@ -92,6 +92,7 @@ def interrupted(at: int, act: Callable[[], Any]) -> bool:
     return False
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", ACTS)
 def test_an_interrupt_at_any_line(name: str) -> None:
     at = sound = marked = 0

@@ -98,6 +98,7 @@ def test_quantised_latents(layout: str) -> None:
     assert sum(m.nbytes for p in cache.pools for m in p.memory) == 9 * spec.page_bytes(0)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("layout", ["page", "layer"])
 @pytest.mark.parametrize("code", ["int8", "e4m3"])
 def test_attention_over_quantised_rows(code: str, layout: str) -> None:

@@ -129,6 +129,7 @@ class StateMachine(Machine):
         assert same(before, contents(self.cache))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("seed", some(range(60), 10))
 def test_random_operations(seed: int) -> None:
     StateMachine(seed).run(STEPS_A_SEED)

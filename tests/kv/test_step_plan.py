@@ -290,6 +290,7 @@ def test_an_attention_that_is_not_the_groups(
         planned(group, attention, kind)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("group", "attention"),
     [

@@ -48,6 +48,7 @@ VARIANTS: dict[str, fa.Variant] = {
 }
 
 
+@pytest.mark.by_turns(3)
 @each_copy
 @pytest.mark.parametrize("name", rotation.chosen(list(VARIANTS), 2))
 def test_variants(name: str, copied: Callable[[Any], Any]) -> None:

@@ -11,6 +11,7 @@ from tests.modes.conftest import Server, run_worker
 from tests.modes.worker import CHANGING, MODES
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "plain"])
 def test_a_mode_changes_nothing(mode: str, server: Server) -> None:
     check(server.run(mode), mode)

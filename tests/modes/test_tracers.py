@@ -156,6 +156,7 @@ UNTRACEABLE = (
 """Errors of the engine or the tracer about calls that are not traced."""
 
 
+@pytest.mark.by_turns(3)
 @each_subject
 @pytest.mark.parametrize("dynamic", rotation.turn(22, [False, True]), ids="dynamic={}".format)
 def test_compile(subject: Subject, dynamic: bool) -> None:

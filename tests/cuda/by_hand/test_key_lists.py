@@ -121,6 +121,7 @@ def listed(
     return batch, launch, lambda b, head: lists.keys(batch, b, head)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("kind", "block", "paged", "target", "copies"),
     rotation.chosen(CASES, 2, lambda case: case.values[:2]),
@@ -167,6 +168,7 @@ class Rotated(fa.Variant):
         return v + 0.1 * kv_idx
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("kind", "target", "stages"),
     [

@@ -105,6 +105,7 @@ def in_lists(kind: str, target: str) -> tuple[Batch, ByHand]:
     return batch, launch
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("kind", "target", "copies"), [*ROTATING, (WGMMA, "sm_90", "late"), (WGMMA, "sm_90", "early")]
 )
@@ -156,6 +157,7 @@ def beginning_later(kind: str, target: str, paged: bool) -> tuple[Batch, ByHand]
     ])  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("paged", [False, True], ids=["ragged", "paged"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_storage_that_begins_with_a_later_key(kind: str, paged: bool) -> None:
@@ -254,6 +256,7 @@ SHARING = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("kind", "target", "paged"), rotation.chosen(SHARING, 2, lambda case: case[0])
 )

@@ -106,6 +106,7 @@ CALLS: dict[str, Callable[[], Made]] = {
 }  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("call", rotation.chosen(list(CALLS), 6))
 def test_every_kind_of_rows(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = kinds_that_run(monkeypatch)
@@ -132,6 +133,7 @@ KERNELS = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("formats", "variant", "dim"), rotation.chosen(KERNELS, 12))
 def test_resources_and_machine_code(formats: Any, variant: Any, dim: int) -> None:
     """No spill among the products, which nothing interrupts; copies and changes have own roles."""

@@ -33,6 +33,7 @@ def at(loop: Loop[Instruction], *names: str) -> list[int]:
     return [n for n, i in enumerate(loop.common) if i.opcode.startswith(names)]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("name", "head_dim", "rows"), rotation.chosen(KERNELS, 12, lambda kernel: kernel[1])
 )
@@ -57,6 +58,7 @@ def test_loops_issue_products_and_wait_for_them_where_they_should(
         assert len(weights) >= spec.tile_kv // 2, "a thread has two rows"
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("head_dim", rotation.chosen(HEAD_DIMS, 4))
 @pytest.mark.parametrize("rows", [50, 5000])
 def test_roles_divide_the_registers_and_the_copies(head_dim: int, rows: int) -> None:

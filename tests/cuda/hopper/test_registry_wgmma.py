@@ -33,6 +33,7 @@ def shape_of(case: Case, number: int) -> Shape:
     return fitting(case, Shape(2, 4, 2, q_len, kv_len, head_dim, head_dim_v))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("case", IN_TURN, ids=lambda c: c.name)
 def test_every_variant(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     number = CASES.index(case) + rotation.seed()

@@ -27,6 +27,7 @@ IN_TURN = rotation.chosen(CASES, 24, lambda case: "library" in case.tags and cas
 ALL_FEATURES = ((), *FEATURE_SETS, ("values_in_keys",), ("paged", "values_in_keys"))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("case", IN_TURN, ids=lambda c: c.name)
 def test_every_variant(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     number = CASES.index(case) + rotation.seed()
@@ -39,6 +40,7 @@ def test_every_variant(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     run(case, shape, dtype, f"emulated:{target}")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("target", "features"),
     rotation.chosen([*itertools.product(CUDA_TARGETS[1:], ALL_FEATURES)], 12),

@@ -69,6 +69,7 @@ def rotated(
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
+@pytest.mark.by_turns(3)
 @every_target
 @pytest.mark.parametrize(
     ("heads", "dim", "dim_v"), [(1, 64, 64), (3, 10, 7), (5, 128, 40), (2, 576, 512)]

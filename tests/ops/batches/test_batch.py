@@ -35,11 +35,13 @@ SPARSITIES = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("name", "page_size"), list(itertools.product(SPARSITIES, (0, 16))))
 def test_any_storage_with_any_sparsity(name: str, page_size: int) -> None:
     any_storage_with_any_sparsity(name, page_size, "cpu")
 
 
+@pytest.mark.by_turns(3)
 @needs_nvcc
 @pytest.mark.parametrize(
     ("name", "page_size"), rotation.chosen(list(itertools.product(SPARSITIES, (0, 16))), 3)
@@ -422,6 +424,7 @@ LARGEST_BITS = {
 }  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @needs_nvcc
 @pytest.mark.parametrize("name", rotation.chosen([*SPARSITIES, "cascade"], 3))
 def test_a_captured_run_replays_plans_of_any_kind(

@@ -107,6 +107,7 @@ def test_levels_of_a_large_batch_take_milliseconds() -> None:
 # --- results --------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", ["cpu", pytest.param("emulated:sm_80", marks=needs_nvcc)])
 @pytest.mark.parametrize("rows", [(1, 1, 1, 1), (3, 1, 20, 2)], ids=["decode", "mixed"])
 def test_found_levels_give_the_flat_result(rows, target: str) -> None:

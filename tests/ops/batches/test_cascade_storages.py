@@ -135,6 +135,7 @@ def close(got: Any, wanted: Any) -> None:
         torch.testing.assert_close(one, other, rtol=loose, atol=loose)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kinds", ["rp", "pr", "rrp", "rpr", "prp", "ppr", "rpp"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_levels_of_two_storages(kinds: str, name: str) -> None:

@@ -42,6 +42,7 @@ def lay_out(batch: Batch, form: str) -> tuple[fa.Bits, Any]:
     return visited.sparsity, visited
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("form", ["bool", "packed", "packed off", "packed strided", "spread"])
 @pytest.mark.parametrize(("q_len", "kv_len", "page"), SHAPES, ids=str)
 def test_bits_in_every_form(
@@ -54,6 +55,7 @@ def test_bits_in_every_form(
     check(b, Math(), batch.run(b.q, b.k, b.v), None, seen=visited.seen)
 
 
+@pytest.mark.by_turns(3)
 @needs_nvcc
 @pytest.mark.parametrize(("q_len", "kv_len", "page"), SHAPES, ids=str)
 def test_bits_on_emulated_kernels(

@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("name", "target", "dtype"), CASES, ids=str)
 def test_attention_reads_rows_where_they_are(
     name: str, target: str | None, dtype: torch.dtype
@@ -207,6 +208,7 @@ def test_calls_take_keys_and_their_first_bytes() -> None:
     assert "head_dim 576, head_dim_v 512, float32 q, uint8 k" in str(explained)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("shape", [(), (1,), (5, PAGE, 1, 1)])
 def test_one_scale_of_all_groups(shape: tuple[int, ...]) -> None:
     """Where a part of the row is read alone: of keys their first columns."""

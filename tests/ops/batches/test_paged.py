@@ -83,6 +83,7 @@ def test_pages_do_not_change_a_bit_of_the_result() -> None:
     assert torch.equal(*outs)
 
 
+@pytest.mark.by_turns(3)
 @needs_nvcc
 @pytest.mark.parametrize("target", HOST_TARGETS)
 @pytest.mark.parametrize("page_size", [1, 5, 16])
@@ -289,6 +290,7 @@ def test_slots_of_a_page_that_is_not_there_are_those_of_page_0(
     assert not torch.equal(first_page(wild), first_page(int(c.paged.page_indices[0])))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", HOST_TARGETS)
 @pytest.mark.parametrize("past", [2**31 - 8, -(2**31) + 8, 10**6])
 def test_keys_that_are_not_there_have_slot_0(past: int, target: str) -> None:

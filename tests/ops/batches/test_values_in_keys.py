@@ -62,6 +62,7 @@ def check(out: Tensor, q: Tensor, rows: list[Tensor], dim_v: int, variant: Any =
         assert error <= bound, f"request {number}: {error:.3g} above {bound:.3g}"
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dims", rotation.chosen(HEAD_DIMS, 2), ids=str)
 @pytest.mark.parametrize("storage", rotation.turn(3, ["paged", "ragged"]))

@@ -45,6 +45,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", rotation.chosen(list(VARIANTS), 2))
 @pytest.mark.parametrize("target", HOST_TARGETS)

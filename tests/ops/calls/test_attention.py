@@ -34,6 +34,7 @@ def in_turns() -> list[tuple[Case, Shape, torch.dtype]]:
     ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("case", "shape", "dtype"),
     in_turns(),
@@ -50,6 +51,7 @@ def plain(kind: str):
 PLAIN_KINDS = list(itertools.product(("full", "causal"), (torch.float32, torch.bfloat16)))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("shape", rotation.chosen(SHAPES, 2), ids=lambda s: s.id)
 def test_every_shape(shape):
     for kind, dtype in rotation.turn(SHAPES.index(shape), PLAIN_KINDS):
@@ -63,6 +65,7 @@ LEVELS = itertools.product(
 )
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("target", "dtype", "shape"),
     rotation.chosen(list(LEVELS), 3, lambda level: level[:2]),
@@ -161,6 +164,7 @@ def test_out_is_written_in_place():
     assert torch.equal(out, fa.attention(q, k, v))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("shape", [SMALL, DECODE], ids=lambda s: s.id)
 def test_quantised_keys_and_values(storage, shape):

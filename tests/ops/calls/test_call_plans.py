@@ -51,6 +51,7 @@ def planning(count: int) -> Iterator[None]:
 # --- kernels --------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_turns(3)
 @ON_ANY
 @pytest.mark.parametrize("variant", [fa.Causal(), fa.ALiBi()], ids=["causal", "alibi"])
 def test_one_long_request_among_one_token_ones_has_a_kernel_of_its_own(
@@ -173,6 +174,7 @@ def masked(states: torch.Tensor, q_len: int, target: str | None) -> tuple[torch.
     return out, latest()
 
 
+@pytest.mark.by_turns(3)
 @ON_ANY
 @pytest.mark.parametrize("q_len", [130, 3])
 def test_heads_share_tiles_where_they_visit_the_same_blocks(q_len: int, target: str | None) -> None:

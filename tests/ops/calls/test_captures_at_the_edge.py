@@ -104,6 +104,7 @@ OF_INTEGERS = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", OF_INTEGERS)
 def test_floats_of_integers_are_float32_whatever_the_default_dtype(name, default):

@@ -62,6 +62,7 @@ def calls(target: str | None) -> dict[str, tuple[Call, tuple[int, ...]]]:
 NAMES = ("attention", "varlen", "run", "cascade")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", [None, pytest.param("emulated:sm_80", marks=needs_nvcc)])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_written_and_returned(name: str, target: str | None) -> None:

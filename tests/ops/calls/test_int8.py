@@ -140,6 +140,7 @@ def wanted(
     return torch.softmax(s, -1) @ v
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("variant", "k_dtype", "v_dtype"), SERVED, ids=str)
 def test_served(variant: Any, k_dtype: torch.dtype, v_dtype: torch.dtype) -> None:
     q, k, v = tensors(k_dtype, v_dtype)

@@ -335,12 +335,14 @@ def check_dense(name: str, q_len: int, q_offset: Any, offsets: tuple[int, int]) 
     close(reference, wanted)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("how", DENSE_OFFSETS)
 @pytest.mark.parametrize("name", rotation.chosen(list(MEANINGS), 5))
 def test_dense(name: str, how: str) -> None:
     check_dense(name, *DENSE_OFFSETS[how])
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("how", FEW_ROWS)
 @pytest.mark.parametrize("name", rotation.chosen(list(BY_TENSOR), 2))
 def test_few_rows(name: str, how: str) -> None:
@@ -366,6 +368,7 @@ def packed_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q, normal(9, sum(KV_LENS), HEADS[1], DIM), normal(10, sum(KV_LENS), HEADS[1], DIM)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("how", PACKED_OFFSETS)
 @pytest.mark.parametrize("name", rotation.chosen(list(PACKED), 4))
 def test_packed(name: str, how: str) -> None:
@@ -379,6 +382,7 @@ def test_packed(name: str, how: str) -> None:
     close(varlen_reference(*call, q_offset=q_offset, params=params)[0], wanted)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("how", PACKED_OFFSETS)
 @pytest.mark.parametrize("name", rotation.chosen(list(BY_TENSOR), 4))
 def test_batches_over_pages(name: str, how: str) -> None:

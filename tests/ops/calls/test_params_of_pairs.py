@@ -36,6 +36,7 @@ def check(mod: object, q_len: int, kv_len: int, heads: tuple[int, int] = (4, 2))
     torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("dtype", "kv_len"),
     rotation.chosen([(t, n) for t in DTYPES for n in (1, 7, 16, 33, 301)], 3, lambda case: case[0]),
@@ -102,6 +103,7 @@ def test_more_params_than_squares_in_both_hooks(target: str) -> None:
     check(fa.variant(score_mod=score, mask_mod=mask), 70, 130)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "slice", "last rows"])
 def test_layouts(target: str, layout: str) -> None:
     if layout == "transposed":  # the rows are adjacent, not the keys
@@ -115,6 +117,7 @@ def test_layouts(target: str, layout: str) -> None:
     check(fa.variant(score_mod=lambda s, b, h, i, j: s + t[i, j]), 60, 50)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kind", ["ragged", "paged", "token lists"])
 def test_batches(target: str, kind: str) -> None:
     """Rows of several requests share a tile, and keys of lists do not follow each other."""

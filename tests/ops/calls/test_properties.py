@@ -120,6 +120,7 @@ def check(case: Case, problem: Problem, dtype: torch.dtype) -> None:
         torch.testing.assert_close(lse.double(), gold_lse.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", rotation.chosen(CHOSEN, 2))
 @examples(12)
 @given(data=st.data())
@@ -130,6 +131,7 @@ def test_any_problem_of_a_variant(name: str, data: st.DataObject) -> None:
         check(case, problem, torch.float32)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["causal", "alibi"])
 @examples(12)

@@ -31,6 +31,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("q_offset", ["end", 0])
 def test_equals_the_reference(name, q_offset):

@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("hook", "value", "dtype", "q_len"), rotation.some(CASES, 8))
 def test_rows_of_large_scores(hook: str, value: float, dtype: torch.dtype, q_len: int) -> None:
     """Ties weigh the same, as in torch, whatever their value is, with a mask and without."""

@@ -72,6 +72,7 @@ def test_steep_lines(slope: float) -> None:
     )
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("hook", "q_len"), [(hook, n) for i, hook in enumerate(HOOKS) for n in turn(i, (3, 70))]
 )
@@ -79,6 +80,7 @@ def test_full_and_partial_tiles_agree(hook: str, q_len: int) -> None:
     near(HOOKS[hook], q_len, 391, q_offset=130)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("cap", [1e-30, 0.5, 50.0, 256.0, 257.0, 1e6, 1e30])
 @pytest.mark.parametrize("target", ["emulated:sm_80", "emulated:sm_90"])
 def test_soft_caps_of_any_size(cap: float, target: str) -> None:

@@ -25,6 +25,7 @@ WAYS = [(shape, dtype) for shape in (SMALL, DECODE) for dtype in DTYPES]
 HOOKS = ("mask", "score", "row", "normalizer", "sink", "pointwise")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", [TARGET])
 @pytest.mark.parametrize(
     "case", rotation.chosen(LIBRARY, 6, lambda c: c.tags), ids=lambda c: c.name

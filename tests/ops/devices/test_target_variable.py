@@ -74,6 +74,7 @@ def targets_of(call: Callable[[], object], path: Path) -> set[str]:
     return {line["spec"]["target"] for line in lines if "spec" in line}
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("call", [dense, packed, batch, compiled], ids=lambda f: f.__name__)
 def test_every_call_obeys_and_a_change_takes_effect_at_once(
     call: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -189,6 +189,7 @@ def test_positions_that_cannot_be(q_offset: Any, text: str) -> None:
     refused(InputError, text, batch(), Q_INDPTR, PAGED, q_offset=q_offset)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [

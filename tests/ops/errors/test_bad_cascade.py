@@ -101,6 +101,7 @@ except fa.InputError as error:
 """
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("end", "dim", "text"),
     [

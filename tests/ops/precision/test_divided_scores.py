@@ -25,6 +25,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("target", "name"),
     chosen(

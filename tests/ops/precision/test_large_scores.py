@@ -13,6 +13,7 @@ from tests.ops.cases import HOST_TARGETS
 LARGEST = torch.finfo(torch.float32).max
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("score", [-LARGEST, LARGEST, -2.5e38])
 @pytest.mark.parametrize("q_len", [2, 80])  # few-row and prefill kernels
 @pytest.mark.parametrize("target", HOST_TARGETS)
@@ -30,6 +31,7 @@ def test_a_row_of_equal_scores_is_the_mean_of_the_values(
     torch.testing.assert_close(out, kept.expand_as(out), atol=1e-6, rtol=0)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target", HOST_TARGETS)
 def test_one_key_that_is_not_hidden_gets_all_weight(target: str, dtype: torch.dtype) -> None:
@@ -43,6 +45,7 @@ def test_one_key_that_is_not_hidden_gets_all_weight(target: str, dtype: torch.dt
         assert torch.equal(out, v[:, :, 7:8].expand_as(out))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("q_len", [2, 97])
 @pytest.mark.parametrize("target", HOST_TARGETS)
 def test_the_output_of_one_key_is_its_value(target: str, q_len: int) -> None:
@@ -54,6 +57,7 @@ def test_the_output_of_one_key_is_its_value(target: str, q_len: int) -> None:
         torch.testing.assert_close(out, v.float(), atol=0, rtol=2.5e-7)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hook", [True, False])
 @pytest.mark.parametrize("target", HOST_TARGETS)

@@ -38,6 +38,7 @@ def error(x: Tensor, wanted: Tensor) -> float:
     return ((x - wanted).square().mean() / wanted.square().mean()).sqrt().item()
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("heavy", [0, KEYS // 2 + 7, KEYS - 1])
 @pytest.mark.parametrize("target", HOST_TARGETS)
 def test_small_weights_of_many_keys_count(target: str, heavy: int) -> None:
@@ -89,6 +90,7 @@ def test_pointwise_weights(target: str) -> None:
         assert error(out, (scores - 15).exp() @ v.double()) < TOLERANCE
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("target", HOST_TARGETS)
 @pytest.mark.parametrize("rows", [4, 40])

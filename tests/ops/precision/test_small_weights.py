@@ -30,6 +30,7 @@ def check(mod: object, target: str, dtype: torch.dtype, q_len: int, kv_len: int)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("target", HOST_TARGETS)
 @pytest.mark.parametrize("slope", [0.05, 0.5, 3.0])
@@ -39,6 +40,7 @@ def test_scores_that_fall_off_on_both_sides(target: str, dtype: torch.dtype, slo
         check(near, target, dtype, q_len, 700)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("target", HOST_TARGETS)
 @pytest.mark.parametrize("step", [0.01, 0.03, 0.2, 2.0, -0.2])
@@ -50,6 +52,7 @@ def test_scores_that_rise_with_the_keys(target: str, dtype: torch.dtype, step: f
         check(rising, target, dtype, q_len, 1100)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("target", HOST_TARGETS)
 def test_a_late_key_that_gets_nearly_all_weight(target: str, dtype: torch.dtype) -> None:

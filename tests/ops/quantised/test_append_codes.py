@@ -72,6 +72,7 @@ def check(cache: fa.kv.Stored, wanted: fa.kv.Stored, fill: int = 77) -> None:
     assert all((own[~written] == 0.5).all() for own, _ in numbers)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", turn(34, [default_target(), other_target()]))
 @pytest.mark.parametrize(
     ("kv_format", "dim", "dim_v"),
@@ -89,6 +90,7 @@ def test_rows_become_the_codes_of_the_quantiser(dim, dim_v, kv_format, target, m
             check(cache, kv_format.quantize(x))
 
 
+@pytest.mark.by_turns(3)
 @needs_nvcc
 @pytest.mark.parametrize(
     ("target", "kv_format"),
@@ -257,6 +259,7 @@ def test_a_transform_changes_rows_before_they_are_quantised() -> None:
         check(cache, int8.quantize(torch.stack([x[place] for place in PLACES])))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("kv_format", "target"),
     [(f, None) for f in (*GIVEN, *OF_PAGES)] + [

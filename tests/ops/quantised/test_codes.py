@@ -26,6 +26,7 @@ BF16_TARGETS = dict.fromkeys(
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("target", "q_dtype"),
     [*((t, torch.bfloat16) for t in BF16_TARGETS), *((t, torch.float32) for t in TARGETS)],
@@ -54,6 +55,7 @@ def test_every_code_is_read_as_its_value(dtype, q_dtype, target) -> None:
             assert_same(lse[0, :, 0], row.float())
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("dim", [33, 48, 64])
 @pytest.mark.parametrize("target", TARGETS)

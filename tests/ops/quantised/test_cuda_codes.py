@@ -50,6 +50,7 @@ def test_every_format(kv_format, target, rows) -> None:
     check(q, *stored, fa.Causal(), target)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kv_format", [Format("e5m2"), INT8], ids=named)
 @pytest.mark.parametrize(("target", "factor"), [("sm_75", 0.05), ("sm_90", 1e-3), ("sm_80", 1e4)])
 def test_scales_of_any_size(kv_format, target, factor) -> None:
@@ -73,6 +74,7 @@ class Book(fa.Variant):
         return self.book[(row + 8.0).to(torch.int32)] * 2.0
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("code", ["int8", "bfloat16"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_lookups_that_are_no_codebook(code, rows) -> None:
@@ -89,6 +91,7 @@ SIDES = {
 }  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("sides", "rows"), [(sides, rows) for i, sides in enumerate(SIDES) for rows in turn(i, ROWS)]
 )
@@ -103,6 +106,7 @@ def test_sides_of_their_own(sides, target, rows) -> None:
 HEAD_DIMS = ((40, 40), (33, 71), (96, 24), (256, 256), (8, 128))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("dim", "dim_v", "rows"),
     [(*dims, rows) for i, dims in enumerate(HEAD_DIMS) for rows in turn(i, ROWS)],
@@ -124,6 +128,7 @@ HOOKS = {
 }  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("hooks", "rows"), [(name, rows) for i, name in enumerate(HOOKS) for rows in turn(i, ROWS)]
 )
@@ -135,6 +140,7 @@ def test_hooks_over_codes(hooks, target, rows) -> None:
     check(q, *stored, variant, target)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("target", turn(2, TARGETS))
 @pytest.mark.parametrize("rows", ROWS)
@@ -183,6 +189,7 @@ def test_batches_over_pages(kv_format, target) -> None:
     assert_close(out, exact, eager)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kv_format", turn(2, [INT8, INT4, Format("nf4", group=32)]), ids=named)
 @pytest.mark.parametrize("target", turn(2, TARGETS))
 @pytest.mark.parametrize("kind", ["token lists", "token lists and RoPE", "cascade"])

@@ -44,6 +44,7 @@ def tensors(rows: int, dim: int, dim_v: int, keys: int = 150) -> tuple[torch.Ten
     return q.bfloat16(), k, v
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kv_format", CODES, ids=named)
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 128), (192, 64), (256, 256), (128, 40)])
@@ -53,6 +54,7 @@ def test_groups_of_any_size(dim, dim_v, kv_format, target) -> None:
         check(q, *(kv_format.quantize(x, heads_dim=1) for x in (k, v)), target=target)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 128), (192, 192), (256, 256), (128, 64)])
 @pytest.mark.parametrize("kv_format", turn(3, GROUPS), ids=named)
@@ -104,6 +106,7 @@ def spread(numbers: torch.Tensor | None) -> torch.Tensor | None:
     return wide[..., 0]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kv_format", CODES, ids=named)
 def test_rows_of_many_magnitudes(kv_format, target) -> None:
@@ -149,6 +152,7 @@ def test_small_weights_next_to_a_large_one(name, target) -> None:
         assert error <= bound + of_weights
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kv_format", CODES, ids=named)
 def test_weights_of_a_pointwise_normaliser(kv_format, target) -> None:
@@ -159,6 +163,7 @@ def test_weights_of_a_pointwise_normaliser(kv_format, target) -> None:
         check(q, k, v, fa.variant(normalizer=fa.Pointwise(fn)), target)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("code", ["int8", "int4", "e4m3", "codebook"])
 def test_the_extreme_codes(code, target) -> None:
@@ -202,6 +207,7 @@ def test_many_keys_and_scores_far_from_0(kv_format, target) -> None:
         check((q * scale).bfloat16(), k, v, target=target)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kv_format", CODES, ids=named)
 def test_sums_of_equal_products(kv_format, target) -> None:
@@ -216,6 +222,7 @@ def test_sums_of_equal_products(kv_format, target) -> None:
             check(q, *stored, target=target)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("rows", [1, 3, 6])
 @pytest.mark.parametrize("group", [None, 64])
@@ -265,6 +272,7 @@ def test_codebooks_of_any_magnitude(book, target) -> None:
         check(q, k, v, target=target)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("code", ["int8", "e4m3", "codebook"])
 def test_factors_whose_product_is_ordinary(code, target) -> None:

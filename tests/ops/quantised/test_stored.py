@@ -38,6 +38,7 @@ def dense(q_len: int, dim: int, dim_v: int) -> tuple[torch.Tensor, ...]:
     return tuple(normal(i, *size) for i, size in enumerate(sizes))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("variant", "kv_format"),
     [(i, f) for i in range(len(VARIANTS)) for f in turn(i, FORMATS)],
@@ -67,6 +68,7 @@ OVER_PAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("kv_format", "page_size"),
     OVER_PAGES,
@@ -158,6 +160,7 @@ def test_keys_alone_or_values_alone() -> None:
         torch.testing.assert_close(same.unflatten(0, (3, 2)).transpose(1, 2), out)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kv_format", [Format(c, group=32) for c in ("int8", "e4m3")], ids=named)
 @pytest.mark.parametrize("target", HOST_TARGETS)
 def test_values_of_the_codes_of_keys(target: str, kv_format: fa.kv.Format) -> None:
@@ -193,6 +196,7 @@ def test_copies_of_an_object_have_its_formats() -> None:
         made.run(normal(2, 1, HQ, 64).bfloat16(), INT8.quantize(k), v.to(torch.float8_e4m3fn))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("kv_format", [INT8, INT4, Format("nf4", rotate=True)], ids=named)
 def test_torch_compile_takes_codes_and_scales(kv_format: fa.kv.Format) -> None:
     q, k, v = dense(1, 64, 64)
@@ -374,6 +378,7 @@ def wrong_calls() -> dict[str, tuple[Any, str]]:
     }  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("form", "text"),
     [

@@ -90,6 +90,7 @@ def is_repeated(bound: list[object], append: AppendPlan, given: Any, **params: A
     return found
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("own", FORMATS, ids=str)
 def test_formats(own: Any, bound: list[object]) -> None:
     append = plan()
@@ -152,6 +153,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_tensors(other: str, bound: list[object]) -> None:
     append, given = repeated()

@@ -108,6 +108,7 @@ def test_what_a_hook_captures_is_read_at_each_call() -> None:
         bias, factor = torch.randn(HEADS), factor + 1
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("code", ["int8", "nf4", "e4m3"])
 @pytest.mark.parametrize("rotate", [False, True])
 def test_stored_keys_and_values(code: str, rotate: bool, checked_calls: list[object]) -> None:

@@ -33,6 +33,7 @@ def bound_runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return calls_of(monkeypatch, batch_run, "bind")
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "variant",
     [None, fa.Causal(), fa.ALiBi() & fa.Causal(), fa.SlidingWindow(20), fa.SoftCap(5.0)],
@@ -53,6 +54,7 @@ def test_runs_without_params_are_repeated_by_c(variant: Any, bound_runs: list[ob
             assert out is None or rows is out
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", FORMATS, ids=str)
 def test_formats_are_repeated_by_c(name: Any, bound_runs: list[object]) -> None:
     """With scales of the same layouts; others are bound again."""

@@ -59,6 +59,7 @@ def ragged_case(variant: Any, dtype: torch.dtype = torch.float32) -> Any:
 DOCUMENT = torch.arange(400) // 50
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "variant",
     [None, fa.Causal(), fa.ALiBi() & fa.Causal(), fa.SlidingWindow(20), fa.SoftCap(5.0),

@@ -420,6 +420,7 @@ def test_varlen_attention_into_out() -> None:
     assert torch.equal(plus_one, expected + 1)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("lead", [(), (4,), (2, 4), (3, 2, 4)], ids=str)
 def test_scaled_dot_product_attention(lead: tuple[int, ...]) -> None:
     q, k, v = torch.randn(*lead, 40, D), torch.randn(*lead, 70, D), torch.randn(*lead, 70, D)
@@ -520,6 +521,7 @@ BRANCHES = fa.variant(score_mod=lambda s, b, h, i, j: s if i > j else -s)
 INDPTR = torch.tensor([0, 3])
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_calls(name: str) -> None:
     call, error, words = WRONG[name]

@@ -106,6 +106,7 @@ def none_that_becomes_a_tensor() -> tuple[Any, Any]:
     return lambda q, k, v: fa.attention(q, k, v, biased), change
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "make",
     [params_with_defaults, renamed_params, keys_of_dicts, membership, attributes,

@@ -71,6 +71,7 @@ CHANGES: dict[str, Callable[[Config, int], None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("is_variant", [False, True])
 @pytest.mark.parametrize("name", CHANGES)
 def test_numbers_and_tensors(name: str, is_variant: bool) -> None:
@@ -171,6 +172,7 @@ REFUSED: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("is_variant", [False, True])
 @pytest.mark.parametrize("name", [*REPLACED, *REFUSED])
 def test_replaced_containers_objects_and_functions(name: str, is_variant: bool) -> None:
@@ -218,6 +220,7 @@ def test_a_tuple_in_a_cell_and_a_flag_in_a_list(is_variant: bool) -> None:
         torch.compile(switch, backend="eager", fullgraph=True)(*dense())
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("is_variant", [False, True])
 @pytest.mark.parametrize("name", ["an attribute", "an item", "an entry"])
 def test_changes_of_what_a_shared_cell_refers_to(name: str, is_variant: bool) -> None:

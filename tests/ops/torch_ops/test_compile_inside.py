@@ -33,6 +33,7 @@ pytestmark = [
 Tensor = torch.Tensor
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", MADE)
 def test_made_inside(name: str) -> None:
     make = MADE[name]

@@ -110,6 +110,7 @@ DENSE: dict[str, tuple[Callable[..., object], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("name", DENSE)
 def test_attention(name: str) -> None:
     call, arguments = DENSE[name]

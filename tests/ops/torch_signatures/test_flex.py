@@ -71,6 +71,7 @@ def alibi(score, b, h, q, k):
 # --- every mod -----------------------------------------------------------------------------------
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("case", rotation.chosen(SCORE_CASES, 10), ids=lambda c: c.name)
 def test_score_mods(case: Case) -> None:
     shape = SMALL if case.fits(SMALL) else case.shape
@@ -93,6 +94,7 @@ BLOCKED = (
 )  # fmt: skip
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     "case",
     rotation.chosen([c for c in MASK_CASES if c.name.removeprefix("flex_") in BLOCKED], 3),
@@ -111,6 +113,7 @@ def test_mask_mods_through_a_block_mask(case: Case) -> None:
     check_against_oracle(out, q, k, v, None, mod, case.scale, lse)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mod", [None, rel_bias, alibi], ids=["plain", "rel_bias", "alibi"])
 def test_half_precision(mod, dtype: torch.dtype) -> None:
@@ -165,6 +168,7 @@ def test_lengths_that_no_tile_divides(q_len: int, kv_len: int) -> None:
     check_against_oracle(out, q, k, v, rel_bias, lse=lse)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
 def test_masked_lengths_that_no_block_divides(q_len: int, kv_len: int) -> None:
     q, k, v = dense(q_len=q_len, kv_len=kv_len)
@@ -191,6 +195,7 @@ def test_one_key_serves_the_batch(batch: int, heads: tuple[int, int]) -> None:
     check_against_oracle(out, q, k, v, rel_bias, causal)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dims", [(64, 32), (32, 64), (17, 17), (121, 24)])
 def test_head_dims(dims: tuple[int, int]) -> None:
     q, k, v = inputs(Shape(2, 2, 2, 70, 70, *dims))
@@ -310,6 +315,7 @@ def by_batch(b, h, q, k):
 BLOCK_SIZES = [128, 64, 256, 96, (128, 64), (64, 256), (1, 64), (48, 40)]
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
 @pytest.mark.parametrize("mod", [causal, two_ranges], ids=lambda f: f.__name__)
 def test_block_sizes(mod, block_size) -> None:
@@ -319,6 +325,7 @@ def test_block_sizes(mod, block_size) -> None:
     check_against_oracle(out, q, k, v, None, mod, lse=lse)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("mod", "dims"),
     [(by_head, (None, 4)), (by_head, (2, 4)), (by_batch, (2, None)), (by_batch, (2, 4))],
@@ -536,6 +543,7 @@ def test_only_requested_outputs_are_returned() -> None:
         fa.flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest(lse=True))
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e3])
 def test_max_scores_of_any_magnitude(magnitude: float, dtype: torch.dtype) -> None:

@@ -44,6 +44,7 @@ def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted.nan_to_num(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("lead", "heads"), [(x, h) for x in LEADS for h in HEADS if h is not None or not x], ids=str
 )
