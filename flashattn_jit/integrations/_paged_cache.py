@@ -30,14 +30,14 @@ from flashattn_jit.ops.arguments.checks import check_int, check_readable, shown
 from flashattn_jit.torch_modes import need_values
 
 
-class PagesLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
     """A layer of a cache over pages, which asks the cache."""
 
     is_sliding = False
     supports_early_init = False
 
     def __init__(self, owner: OverPages, layer: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.owner, self.layer = owner, layer
         self.is_initialized = True
 
@@ -61,7 +61,7 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.owner.pages.max_kv_len
 
 
-class OverPages(transformers.Cache):
+class OverPages(transformers.Cache):  # type: ignore[misc]
     """What caches of transformers over an `fa.kv.Cache` have in common.
 
     pages: the cache. length: tokens of the longest row, as the model counts them.

@@ -127,11 +127,11 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
         return prepare(self, generation_config, model_kwargs, *args, **kwargs)
 
     chosen._looks_at_models = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = chosen  # type: ignore[method-assign]
-    PreTrainedModel._can_set_attn_implementation = classmethod(may_be_changed)  # type: ignore
-    PreTrainedModel.set_attn_implementation = changed  # type: ignore[method-assign]
-    PreTrainedModel.post_init = made  # type: ignore[method-assign]
-    GenerationMixin._prepare_cache_for_generation = prepared  # type: ignore[method-assign]
+    PreTrainedModel.get_correct_attn_implementation = chosen
+    PreTrainedModel._can_set_attn_implementation = classmethod(may_be_changed)
+    PreTrainedModel.set_attn_implementation = changed
+    PreTrainedModel.post_init = made
+    GenerationMixin._prepare_cache_for_generation = prepared
 
 
 def _is_ours(implementation: object) -> bool:
