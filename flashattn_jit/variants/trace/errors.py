@@ -56,6 +56,10 @@ _BY_CALL = (
     (r"\bcond\(", "use `torch.where(condition, a, b)`, which computes both branches"),
     (r"\bvmap\(", "a hook computes one pair: call the function itself"),
 )
+_BY_MESSAGE = (
+    ("Dimension out of range", "a value has the dims 0 to `x.ndim - 1`, or -1 for the last"),
+    ("multiple times in the list of dims", "give every dim once"),
+)
 _BOOL_REMEDIES = (
     (r"\.(index|count|remove)\(", "a search in a list", _MEMBERS),
     (r"\band\b", "`and`", "use `&` (with parentheses around comparisons)"),
@@ -186,6 +190,9 @@ def _remedy(error: Exception, source: str) -> str:
     """What to write in place of a line that raised an exception."""
     if "from_numpy(" in source and "np.ndarray" in str(error):
         return "captured arrays are tensors in hooks: index the array itself, `t[j]`"
+    for part, remedy in _BY_MESSAGE:
+        if part in str(error):
+            return remedy
     for pattern, remedy in _BY_CALL:
         if re.search(pattern, source):
             return remedy

@@ -195,6 +195,25 @@ def ints(*args: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in items)
 
 
+def dims_of(dim: Any, rank: int) -> tuple[int, ...]:
+    """The dims that `dim`, an int or a sequence, names in a value of `rank` dims, from 0 on.
+
+    Raises what torch raises for dims that the value does not have, or that are named twice.
+    """
+    rank = max(rank, 1)
+    dims: list[int] = []
+    for d in ints(dim):
+        if not -rank <= d < rank:
+            raise IndexError(
+                "Dimension out of range (expected to be in range of "
+                f"[{-rank}, {rank - 1}], but got {d})"
+            )
+        if d % rank in dims:
+            raise RuntimeError(f"dim {d % rank} appears multiple times in the list of dims")
+        dims.append(d % rank)
+    return tuple(dims)
+
+
 def _moved(name: str, input: Any, *args: Any, **kwargs: Any) -> Any:
     """The result of the Tensor method `name`, which torch applies to the element numbers."""
     args, kwargs = map_tree((args, kwargs), lambda x: x if x is None else int(x))
@@ -284,16 +303,17 @@ def _getitem(input: Any, index: Any) -> Value:
 
 @op("cat", "concat", "concatenate", elementwise=False)
 def _cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Value:
-    return _join(tensors, lambda arrays: np.concatenate(arrays, dim if axis is None else axis))
+    return _join(tensors, np.concatenate, dim if axis is None else axis)
 
 
 @op("stack", elementwise=False)
 def _stack(tensors: Any, dim: int = 0) -> Value:
-    return _join(tensors, lambda arrays: np.stack(arrays, dim))
+    return _join(tensors, np.stack, dim)
 
 
-def _join(tensors: Any, arrange: Any) -> Value:
+def _join(tensors: Any, arrange: Callable[..., Numbers], dim: int) -> Value:
     values = [val(x) for x in tensors]
+    (axis,) = dims_of(dim, values[0].ndim + (arrange is np.stack))
     dtype, bound = common_dtype(*values), None
     positions = as_positions(dtype, values)
     if positions is not None:
@@ -304,7 +324,7 @@ def _join(tensors: Any, arrange: Any) -> Value:
         arrays.append(element_numbers(v) + offset)
         offset += math.prod(v.shape)
     flat = Value(concatenate([v.node for v in values], dtype), dtype, (offset,), bound=bound)
-    return take(flat, arrange(arrays))
+    return take(flat, arrange(arrays, axis))
 
 
 # --- indexing ----------------------------------------------------------------------------------
@@ -401,14 +421,13 @@ def _follow(root: Value) -> None:
 def reduce(
     name: str, input: Any, dim: Any = None, keepdim: bool = False, *, to: str | None = None
 ) -> Value:
-    """Reduce over `dim` (None: all), converted `to` a dtype before."""
+    """Reduce over `dim` (None or empty: all), converted `to` a dtype before."""
     v = full(val(input))
     v = cast(v, to) if to is not None else v
     rank = len(v.shape)
+    dims = dims_of(() if dim is None else dim, rank) or tuple(range(rank))
     if rank == 0:
         return v
-    dims = tuple(range(rank)) if dim is None or dim == () else ints(dim)
-    dims = tuple(d % rank for d in dims)
     kept = [d for d in range(rank) if d not in dims]
     shape = tuple(1 if d in dims else n for d, n in enumerate(v.shape)) if keepdim else tuple(
         v.shape[d] for d in kept
@@ -444,7 +463,7 @@ def _total(
 def _mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
     v = val(input)
     if dtype is not None:
-        v = as_float(v)
+        v = to_dtype(v, dtype)
     if not is_float(v.name):
         tracer().refuse("mean of integers", "convert with `.float()` first")
     total = reduce("sum", v, dim, keepdim)
@@ -463,13 +482,22 @@ def _extremum(name: str, pair: str, input: Any, *args: Any, **kw: Any) -> Any:
     return reduce(name, input)
 
 
+def _truth(name: str, input: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    v = val(input)
+    if dim is not None and not ints(dim):
+        found = cast(v, "bool")  # as in torch, `any` and `all` over no dims reduce nothing
+    else:
+        found = reduce(name, v, dim, keepdim, to="bool")
+    return cast(found, v.name) if v.name == "uint8" else found
+
+
 for _name in ("sum", "prod"):
     op(_name, elementwise=False)(partial(_total, _name))
 for _name in ("amax", "amin"):
     op(_name, elementwise=False)(partial(reduce, _name))
     op(_name[1:], elementwise=False)(partial(_extremum, _name, REDUCTIONS[_name]))
 for _name in ("any", "all"):
-    op(_name, elementwise=False)(partial(reduce, _name, to="bool"))
+    op(_name, elementwise=False)(partial(_truth, _name))
 
 
 @op("dot", "vdot", "inner", "linalg_vecdot", elementwise=False)

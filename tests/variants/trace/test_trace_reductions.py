@@ -1,0 +1,98 @@
+"""Dims, reductions, norms and `isin`: as in eager torch, what torch refuses included."""
+
+# Hooks are written as users write them: lambdas of tensors.
+# mypy: disable-error-code="no-untyped-call,no-untyped-def"
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashattn_jit.errors import TraceError
+from flashattn_jit.variants.variant import variant
+from tests.variants.trace.test_trace_views import DIMS, assert_rows_equal_eager
+from tests.variants.trace.trace_oracle import compare
+
+TABLE = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+BYTES = (TABLE[0] * 3).abs().to(torch.uint8)
+
+OF_ROWS = {
+    "no dims are all dims": lambda y: y.sum([]) + y.amax(()) + y.mean(dim=[]) + y.norm(dim=[]),
+    "any and all of no dims": lambda y: (y > 0).any([]) * y + (y > 1).all(()).sum(),
+    "negative dims": lambda y: y.sum(-2) - y.amin(-1, keepdim=True) + y.mean((-1, -2)),
+    "joined": lambda y: torch.cat([y, y * 2], -2).sum(0) + torch.stack([y, -y], -1).amax(2),
+    "joined, axis": lambda y: torch.cat([y, y * 2], axis=1).view(2, 2, 4).sum(0),
+    "scalars": lambda y: y.sum().sum(-1) + y.amax().softmax(0) + y.mean(),
+    "mean to double": lambda y: y.mean(dtype=torch.float64) + y.int().mean(0, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_reductions_of_rows(name):
+    assert_rows_equal_eager(lambda x, b, h, i: x + OF_ROWS[name](x.view(2, 4)).sum())
+
+
+OUT_OF_RANGE = {
+    "sum": lambda y: y.sum(5),
+    "sum of several": lambda y: y.sum((0, 2)),
+    "sum of a scalar": lambda y: y.sum().sum(1),
+    "prod": lambda y: y.prod(-3),
+    "mean": lambda y: y.mean(2),
+    "amax": lambda y: y.amax(2),
+    "amin": lambda y: y.amin((-3,)),
+    "any": lambda y: (y > 0).any(2),
+    "all": lambda y: (y > 0).all(-3),
+    "std": lambda y: y.std(2),
+    "var": lambda y: y.var((0, 3)),
+    "softmax": lambda y: y.softmax(2),
+    "softmax of a scalar": lambda y: y.sum().softmax(1),
+    "log_softmax": lambda y: F.log_softmax(y, dim=-3),
+    "logsumexp": lambda y: y.logsumexp(2),
+    "normalize": lambda y: F.normalize(y, dim=2),
+    "norm": lambda y: y.norm(dim=2),
+    "vector_norm": lambda y: torch.linalg.vector_norm(y, 1, 2),
+    "count_nonzero": lambda y: torch.count_nonzero(y, dim=2),
+    "cat": lambda y: torch.cat([y, y], 2),
+    "stack": lambda y: torch.stack([y, y], 3),
+    "stack below": lambda y: torch.stack([y, y], -4),
+    "transpose": lambda y: y.transpose(0, 2),
+    "permute": lambda y: y.permute(0, 2),
+    "unsqueeze": lambda y: y.unsqueeze(3),
+    "squeeze": lambda y: y.squeeze(2),
+    "flip": lambda y: y.flip(2),
+    "roll": lambda y: y.roll(1, 2),
+    "select": lambda y: y.select(2, 0),
+    "narrow": lambda y: y.narrow(2, 0, 1),
+    "chunk": lambda y: y.chunk(2, 2)[0],
+    "split": lambda y: y.split(2, 2)[0],
+    "unbind": lambda y: y.unbind(2)[0],
+    "flatten": lambda y: y.flatten(0, 2),
+    "unflatten": lambda y: y.unflatten(2, (2, 2)),
+    "movedim": lambda y: y.movedim(0, 2),
+    "repeat_interleave": lambda y: y.repeat_interleave(2, 2),
+}
+
+
+def assert_refused_as_by_torch(change, error, message):
+    """`change` of a 2-D value raises `error` in eager torch, and a `TraceError` in a hook."""
+    with pytest.raises(error):
+        change(torch.arange(8.0).view(2, 4))
+    with pytest.raises(TraceError, match=message):
+        variant(query_mod=lambda x, b, h, i: x + change(x.view(2, 4)).sum()).bind(DIMS)
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_dims_that_a_value_does_not_have(name):
+    message = r"Dimension out of range \(expected to be in range of \[-\d, \d\].*x\.ndim - 1"
+    assert_refused_as_by_torch(OUT_OF_RANGE[name], IndexError, message)
+
+
+@pytest.mark.parametrize("change", [lambda y: y.sum((0, 0)), lambda y: y.amax((1, -1))])
+def test_dims_that_are_named_twice(change):
+    assert_refused_as_by_torch(change, RuntimeError, "multiple times in the list.*every dim once")
+
+
+def test_any_of_bytes_is_a_byte():
+    compare(lambda s, b, h, q, k: s + (BYTES[k] * BYTES).any().add(255))
+    compare(lambda s, b, h, q, k: (BYTES[k] * BYTES).all(0))
