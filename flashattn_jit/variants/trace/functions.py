@@ -27,8 +27,8 @@ from flashattn_jit.variants.trace.operations import (
     val,
     where,
 )
-from flashattn_jit.variants.trace.values import HANDLERS, Handler, Value, tracer
-from flashattn_jit.variants.trace.vectors import reduce
+from flashattn_jit.variants.trace.values import HANDLERS, Handler, Value, pinned, tracer
+from flashattn_jit.variants.trace.vectors import dims_of, reduce
 
 _FLOAT_MAX = {"float32": 3.4028234663852886e38, "float64": 1.7976931348623157e308}
 
@@ -196,6 +196,71 @@ def _nan_to_num(input: Any, nan: Any = None, posinf: Any = None, neginf: Any = N
 def _isin(elements: Any, test_elements: Any, *, invert: bool = False, **_: Any) -> Any:
     found = compare("eq", val(elements), val(test_elements)).any()
     return ~found if invert else found
+
+
+# --- norms --------------------------------------------------------------------------------------
+
+
+@op("linalg_vector_norm", elementwise=False)
+def _vector_norm(
+    input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    x: Any = _floats("a norm", input, dtype)
+    ord = pinned(ord)
+    if ord == 2:
+        return reduce("sum", x * x, dim, keepdim).sqrt()  # type: ignore[attr-defined]
+    if ord == 1:
+        return reduce("sum", x.abs(), dim, keepdim)
+    if abs(ord) == math.inf:
+        return reduce("amax" if ord > 0 else "amin", x.abs(), dim, keepdim)
+    return tracer().refuse(f"a norm of order {ord}", "use order 1, 2, inf or -inf")
+
+
+@op("linalg_matrix_norm", elementwise=False)
+def _matrix_norm(
+    input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    x: Any = _floats("a norm", input, dtype)
+    ord, dims = pinned(ord), dims_of(dim, x.ndim)
+    if x.ndim < 2 or len(dims) != 2:
+        tracer().refuse(f"a matrix norm over the dims {list(dims)}", "give two dims of a matrix")
+    if ord == "fro":
+        return _vector_norm(x, 2, dims, keepdim)
+    if ord not in (1, -1, math.inf, -math.inf):
+        tracer().refuse(
+            f"a matrix norm of order {ord}",
+            "use order 1, inf or 'fro'; for a norm of all elements torch.linalg.vector_norm; norms "
+            "of singular values can be computed before the call and captured",
+        )
+    sums = reduce("sum", x.abs(), dims[abs(ord) != 1], keepdim=True)
+    return reduce("amax" if ord > 0 else "amin", sums, dims, keepdim)
+
+
+@op("linalg_norm", elementwise=False)
+def _linalg_norm(
+    input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    x = val(input)
+    dims = None if dim is None else dims_of(dim, x.ndim)
+    count = x.ndim if dims is None else len(dims)
+    if count not in (1, 2) and not (ord is None and dims is None):
+        tracer().refuse(f"linalg.norm over {count} dims", "use torch.linalg.vector_norm")
+    if isinstance(ord, str) or ord is not None and count == 2:
+        return _matrix_norm(x, ord, dims or tuple(range(count)), keepdim, dtype=dtype)
+    return _vector_norm(x, 2 if ord is None else ord, dims, keepdim, dtype=dtype)
+
+
+@op("norm", elementwise=False)
+def _norm(
+    input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None,
+    dtype: Any = None,
+) -> Any:  # fmt: skip
+    x = val(input)
+    if isinstance(p, str):
+        dims = dims_of(tuple(range(x.ndim)) if dim is None else dim, x.ndim)
+        if p != "fro" or dim is not None and len(dims) > 2:
+            return _matrix_norm(x, p, dims, keepdim, dtype=dtype)
+    return _vector_norm(x, 2 if p is None or p == "fro" else p, dim, keepdim, dtype=dtype)
 
 
 # --- normalisations of a row ----------------------------------------------------------------------

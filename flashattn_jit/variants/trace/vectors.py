@@ -20,7 +20,6 @@ import torch
 from flashattn_jit.variants.capture.extract import map_tree
 from flashattn_jit.variants.ir.ir import REDUCTIONS, is_float
 from flashattn_jit.variants.trace.operations import (
-    as_float,
     as_positions,
     binary,
     cast,
@@ -415,7 +414,7 @@ def _follow(root: Value) -> None:
             view.node, view.name, view.bound = now.node, now.name, now.bound
 
 
-# --- reductions: sums, extrema, norms, dot products ----------------------------------------------
+# --- reductions: sums, extrema, dot products -----------------------------------------------------
 
 
 def reduce(
@@ -516,21 +515,3 @@ def _matmul(input: Any, other: Any = None, *args: Any) -> Value:
         "a matrix product", "only dot products of small vectors exist inside a hook; "
         "multiply before the call and capture the result"
     )  # fmt: skip
-
-
-@op("norm", "linalg_norm", "linalg_vector_norm", elementwise=False)
-def _norm(
-    input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord: Any = None,
-    out: Any = None, dtype: Any = None,
-) -> Any:  # fmt: skip
-    x = as_float(input)
-    power = ord if ord is not None else p
-    if power is None or power == "fro" or power == 2:
-        total = reduce("sum", binary("mul", x, x), dim, keepdim)
-        return emit("sqrt", (total,), total.name)
-    size = emit("abs", (x,), x.name)
-    if power == math.inf:
-        return reduce("amax", size, dim, keepdim)
-    if power == 1:
-        return reduce("sum", size, dim, keepdim)
-    return tracer().refuse(f"a norm of order {power}", "use order 1, 2 or inf")

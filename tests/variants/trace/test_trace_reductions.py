@@ -96,3 +96,60 @@ def test_dims_that_are_named_twice(change):
 def test_any_of_bytes_is_a_byte():
     compare(lambda s, b, h, q, k: s + (BYTES[k] * BYTES).any().add(255))
     compare(lambda s, b, h, q, k: (BYTES[k] * BYTES).all(0))
+
+
+INF = float("inf")
+NORMS = {
+    "matrix": lambda y: torch.linalg.norm(y) + torch.linalg.norm(y, "fro"),
+    "matrix, 1": lambda y: torch.linalg.norm(y, 1) + torch.linalg.norm(y, ord=-1),
+    "matrix, inf": lambda y: torch.linalg.norm(y, INF) + torch.linalg.norm(y, -INF),
+    "dims": lambda y: torch.linalg.norm(y, 1, (1, 0)) + torch.linalg.norm(y, INF, (-1, 0)),
+    "dims, kept": lambda y: torch.linalg.norm(y, INF, (1, 0), True) * y,
+    "one dim": lambda y: torch.linalg.norm(y, 1, 1).sum() + torch.linalg.norm(y, 2, (0,)),
+    "one dim, inf": lambda y: torch.linalg.norm(y, INF, 0) - torch.linalg.norm(y, -INF, -1).sum(),
+    "all dims": lambda y: torch.linalg.norm(y.view(2, 2, 2)) + torch.linalg.norm(y, dim=(0, 1)),
+    "vector": lambda y: torch.linalg.norm(y[0], 1) + torch.linalg.norm(y[1], -INF),
+    "of each": lambda y: torch.linalg.matrix_norm(y.view(2, 2, 2), 1, keepdim=True) * y[0, 0],
+    "of each, inf": lambda y: torch.linalg.matrix_norm(y.view(2, 2, 2), INF, (0, 2)),
+    "of each, -1": lambda y: torch.linalg.matrix_norm(y.view(2, 2, 2), -1, (2, 1)),
+    "matrix_norm": lambda y: torch.linalg.matrix_norm(y) * torch.linalg.matrix_norm(y, "fro"),
+    "vector_norm": lambda y: torch.linalg.vector_norm(y, 1) - torch.linalg.vector_norm(y, -INF),
+    "vector_norm of a matrix": lambda y: torch.linalg.vector_norm(y, dim=(0, 1)) + y.norm(p=2),
+    "norm of all": lambda y: y.norm(1) + y.norm(INF, (0, 1)) + torch.norm(y, dim=(1, 0)),
+    "norm, fro": lambda y: torch.norm(y, "fro", 1).sum() + torch.norm(y.view(2, 2, 2)),
+    "double": lambda y: y.norm(dtype=torch.float64) + torch.linalg.norm(y, dtype=torch.double),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name):
+    assert_rows_equal_eager(lambda x, b, h, i: x * NORMS[name](x.view(2, 4)).sum())
+
+
+def test_norms_have_the_dtype_of_torch():
+    compare(lambda s, b, h, q, k: (TABLE[q, :3] * s).norm(dtype=torch.float64))
+    compare(lambda s, b, h, q, k: torch.linalg.norm(TABLE[:2] * s, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("order", [2, -2, "nuc"])
+def test_norms_of_singular_values_are_refused(order):
+    for norm in (torch.linalg.norm, torch.linalg.matrix_norm):
+        with pytest.raises(TraceError, match=r"a matrix norm of order.*torch\.linalg\.vector_norm"):
+            variant(query_mod=lambda x, b, h, i, f=norm: x * f(x.view(2, 4), order)).bind(DIMS)
+
+
+REFUSED_NORMS = {
+    "order": (lambda y: torch.linalg.norm(y, 3), "a matrix norm of order 3"),
+    "three dims": (lambda y: torch.linalg.norm(y.view(2, 2, 2), 1), "over 3 dims.*vector_norm"),
+    "a vector": (lambda y: torch.linalg.norm(y[0], "fro"), "give two dims of a matrix"),
+    "a scalar": (lambda y: torch.linalg.norm(y.sum(), 2), "over 0 dims"),
+    "fro of three": (lambda y: y.view(2, 2, 2).norm(dim=(0, 1, 2)), "give two dims of a matrix"),
+    "integers": (lambda y: y.int().norm(), r"a norm of integers.*`\.float\(\)`"),
+    "a text": (lambda y: y.norm("inf"), "a matrix norm of order inf"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_NORMS)
+def test_norms_that_torch_refuses(name):
+    change, message = REFUSED_NORMS[name]
+    assert_refused_as_by_torch(change, RuntimeError, message)
