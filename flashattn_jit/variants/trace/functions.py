@@ -12,6 +12,7 @@ from typing import Any
 
 from flashattn_jit.variants.ir.ir import is_float
 from flashattn_jit.variants.trace.operations import (
+    aligned,
     as_float,
     binary,
     cast,
@@ -193,8 +194,17 @@ def _nan_to_num(input: Any, nan: Any = None, posinf: Any = None, neginf: Any = N
 
 
 @op("isin", elementwise=False)
-def _isin(elements: Any, test_elements: Any, *, invert: bool = False, **_: Any) -> Any:
-    found = compare("eq", val(elements), val(test_elements)).any()
+def _isin(
+    elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
+) -> Any:
+    x: Any = val(elements)
+    tests: Any = val(test_elements)
+    shape = x.shape
+    if not shape and math.prod(tests.shape) >= 10:
+        x = x[None]  # so many are joined with the elements, both as vectors, and sorted
+    x, tests = aligned(x, tests)[1]
+    same: Any = emit("eq", (x.reshape(-1, 1), tests.reshape(1, -1)), "bool")
+    found = same.any(-1).reshape(shape)
     return ~found if invert else found
 
 

@@ -153,3 +153,29 @@ REFUSED_NORMS = {
 def test_norms_that_torch_refuses(name):
     change, message = REFUSED_NORMS[name]
     assert_refused_as_by_torch(change, RuntimeError, message)
+
+
+FEW, MANY = torch.tensor([3, 1, 5]), torch.tensor([1, 2, 2, 9, 5, 4, 11, 13, 15, 17, 19])
+ISIN = {
+    "vector": lambda s, b, h, q, k: s + torch.isin(torch.stack([q, k]), FEW).all(),
+    "each": lambda s, b, h, q, k: s + torch.isin(torch.stack([q, k]), FEW).int()[0],
+    "inverted": lambda s, b, h, q, k: torch.isin(torch.stack([q, k, h]), FEW, invert=True).sum(),
+    "unique": lambda s, b, h, q, k: torch.isin(q, FEW, assume_unique=True) | (k > 3),
+    "many": lambda s, b, h, q, k: s * torch.isin(torch.stack([q, k]), MANY).sum() + q,
+    "matrix": lambda s, b, h, q, k: torch.isin(FEW + q, torch.stack([q, k, b, h]).view(2, 2)).sum(),
+    "computed": lambda s, b, h, q, k: torch.isin(q, torch.stack([k, h, b + 2])),
+    "number": lambda s, b, h, q, k: torch.isin(k, 3) | torch.isin(2, torch.stack([q, h])),
+    "number of a vector": lambda s, b, h, q, k: torch.isin(torch.stack([q, k]), 1).any() + s,
+    "scalars": lambda s, b, h, q, k: torch.isin(q, k, invert=True),
+    "floats": lambda s, b, h, q, k: torch.isin(torch.stack([s, s.round()]), FEW / 2).sum() + q,
+    "of doubles": lambda s, b, h, q, k: torch.isin(TABLE[q, :3], TABLE[k].double()).sum() + s,
+    "of bytes": lambda s, b, h, q, k: torch.isin(k + 254, FEW.to(torch.uint8)),
+    "of many bytes": lambda s, b, h, q, k: torch.isin(k + 254, MANY.to(torch.uint8)),
+    "not a number": lambda s, b, h, q, k: torch.isin(s.log(), torch.stack([s.log(), s])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule.*")
+@pytest.mark.parametrize("name", ISIN)
+def test_isin(name):
+    compare(ISIN[name])
