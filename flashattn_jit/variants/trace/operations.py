@@ -330,15 +330,20 @@ def _constant_power(x: Value, c: float, dtype: str) -> Value | None:
     return emit("mul", (half, cast(x, half.name)), half.name)
 
 
-@op("clamp", "clip", "hardtanh")
-def _clamp(input: Any, min: Any = None, max: Any = None, **kw: Any) -> Value:
-    low, high = kw.get("min_val", min), kw.get("max_val", max)
-    dtype, (result, *bounds) = aligned(input, *(x for x in (low, high) if x is not None))
-    if low is not None:
+@op("clamp", "clip")
+def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
+    dtype, (result, *bounds) = aligned(input, *(x for x in (min, max) if x is not None))
+    if min is not None:
         result = emit("maximum", (result, bounds[0]), dtype)
-    if high is not None:
+    if max is not None:
         result = emit("minimum", (result, bounds[-1]), dtype)
     return result
+
+
+@op("hardtanh")
+def _hardtanh(input: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Value:
+    x = val(input)  # as in torch, an integer is not converted for bounds that are floats
+    return _clamp(x, stored(x, val(min_val)), stored(x, val(max_val)))
 
 
 @op("clamp_min")

@@ -347,7 +347,9 @@ class Tracer:
         target = args[0]
         if type(target) is not Value:
             self.refuse_mutation(name)
-        vectors.write(target, stored(target, self.expand(self.as_value(result), target.shape)))
+        new = self.expand(self.as_value(result), target.shape)
+        vectors.check_dtype(base or name, target, new)
+        vectors.write(target, stored(target, new))
         return target
 
     def run_host(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -359,6 +359,20 @@ def _setitem(input: Any, index: Any, value: Any) -> None:
     _put(input, _static_index(index), val(value))
 
 
+_CONVERT = frozenset({"copy", "fill", "masked_fill", "hardtanh", "threshold"})
+"""In-place operations that convert what they store, whatever its dtype."""
+
+
+def check_dtype(name: str, target: Value, new: Value) -> None:
+    """Raise what torch does where the operation `name` in place would lose the result's dtype."""
+    if name == "float_power" and target.name != new.name:
+        raise RuntimeError(f"the base of float_power_, of {target.dtype}, can't be cast to double")
+    if name not in _CONVERT and not torch.can_cast(new.dtype, target.dtype):
+        raise RuntimeError(
+            f"result type {new.dtype} can't be cast to the desired output type {target.dtype}"
+        )
+
+
 def write(target: Value, new: Value) -> None:
     """Give `target` the value `new`, of its shape, in place: what shares its memory changes too."""
     if target.root is not None:
