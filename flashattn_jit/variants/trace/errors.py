@@ -59,6 +59,7 @@ _BY_CALL = (
 _BY_MESSAGE = (
     ("Dimension out of range", "a value has the dims 0 to `x.ndim - 1`, or -1 for the last"),
     ("multiple times in the list of dims", "give every dim once"),
+    ("refer to a single memory location", "clone what is read: `x[1:] += x[:-1].clone()`"),
     ("can't be cast to", "write `x = x / y` in place of `x /= y`, or convert x before"),
 )
 _BOOL_REMEDIES = (

@@ -349,6 +349,7 @@ class Tracer:
             self.refuse_mutation(name)
         new = self.expand(self.as_value(result), target.shape)
         vectors.check_dtype(base or name, target, new)
+        vectors.check_overlap(base or name, target, args[1:], kwargs)
         vectors.write(target, stored(target, new))
         return target
 

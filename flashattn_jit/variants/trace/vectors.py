@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flashattn_jit.variants.capture.extract import map_tree
+from flashattn_jit.variants.capture.extract import leaves, map_tree
 from flashattn_jit.variants.ir.ir import REDUCTIONS, is_float
 from flashattn_jit.variants.trace.operations import (
     as_positions,
@@ -247,8 +247,7 @@ def _reshaped(name: str, input: Any, *args: Any, **kwargs: Any) -> Any:
     v = val(input)
     moved = _moved(name, v, *args, **kwargs)
     if v.unknown_strides:
-        root = v if v.root is None else v.root
-        root.may_share = True
+        _root(v).may_share = True
         if moved.root is None:  # it may be a view; neither is written any more
             with torch._C.DisableTorchFunction():
                 v.with_view(moved, torch.from_numpy(element_numbers(moved)))
@@ -356,7 +355,42 @@ def _static_index(index: Any) -> Any:
 def _setitem(input: Any, index: Any, value: Any) -> None:
     if type(input) is not Value:
         tracer().refuse_mutation("__setitem__")
-    _put(input, _static_index(index), val(value))
+    items, new = _static_index(index), val(value)
+    if _root(new) is _root(input):
+        _refuse_overlap(_places(input, items), _places(new), copies=True)
+    _put(input, items, new)
+
+
+def _root(x: Value) -> Value:
+    return x if x.root is None else x.root
+
+
+def _places(x: Value, items: tuple[Any, ...] = (Ellipsis,)) -> Numbers:
+    """The element numbers of ``x[items]`` in the value whose memory `x` shares."""
+    with torch._C.DisableTorchFunction():
+        places = torch.from_numpy(element_numbers(x)) if x.places is None else x.places
+        return places[items].numpy()
+
+
+def check_overlap(name: str, target: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise what torch does where the operation `name` in place reads other elements that it
+    writes: the result would depend on the order."""
+    if name in ("fill", "masked_fill"):  # torch reads their number before it writes
+        return
+    for x in leaves((args, kwargs)):
+        if type(x) is Value and x is not target and _root(x) is _root(target):
+            _refuse_overlap(_places(target), _places(x), copies=name == "copy")
+
+
+def _refuse_overlap(written: Numbers, read: Numbers, copies: bool) -> None:
+    read = np.broadcast_to(read, written.shape)
+    # A copy of an element to itself changes nothing that another one reads.
+    both = np.isin(written, read) if copies else np.isin(read, written)
+    if (both & (read != written)).any():
+        raise RuntimeError(
+            "unsupported operation: some elements of the input tensor and the written-to tensor "
+            "refer to a single memory location"
+        )
 
 
 _CONVERT = frozenset({"copy", "fill", "masked_fill", "hardtanh", "threshold"})
@@ -393,17 +427,21 @@ def _check_memory(root: Value) -> None:
 
 
 def _put(target: Value, items: tuple[Any, ...], value: Value) -> None:
-    root = target if target.root is None else target.root
+    root = _root(target)
     _check_memory(root)
     v = full(root)
-    with torch._C.DisableTorchFunction():
-        memory = torch.from_numpy(element_numbers(v))
-        places = (memory if target.places is None else target.places)[items].numpy()
-    if len(np.unique(places)) < places.size:
-        tracer().refuse(
-            "an in-place operation on a value that is expanded: elements share memory",
-            "change a copy: `x = x.clone()`",
-        )
+    places = _places(target, items)
+    if _has_repeated(places):
+        if _has_repeated(_places(target)):
+            tracer().refuse(
+                "an in-place operation on a value that is expanded: elements share memory",
+                "change a copy: `x = x.clone()`",
+            )
+        if math.prod(value.shape) != 1:
+            tracer().refuse(
+                "an assignment of several values with an index that occurs twice",
+                "give every index once: torch does not say which value stays",
+            )
     new = full(expand(stored(v, value), np.shape(places)))
     v = v if v.name == new.name else cast(v, new.name)
     bound = None if v.bound is None else largest((v.bound, magnitude(new)))
@@ -415,6 +453,10 @@ def _put(target: Value, items: tuple[Any, ...], value: Value) -> None:
     whole = take(flat, numbers.reshape(v.shape))
     root.node, root.name, root.bound = whole.node, v.name, bound
     _follow(root)
+
+
+def _has_repeated(numbers: Numbers) -> bool:
+    return len(np.unique(numbers)) < numbers.size
 
 
 def _follow(root: Value) -> None:

@@ -1,4 +1,4 @@
-"""In-place operations that torch refuses, or computes in a dtype of its own, are as in torch."""
+"""In-place operations on another dtype or on parts of one memory, which torch may refuse."""
 
 # Hooks are written as users write them: lambdas of tensors.
 # mypy: disable-error-code="no-untyped-call,no-untyped-def"
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.variant import variant
+from tests.variants.trace.test_trace_views import DIMS as ROWS
+from tests.variants.trace.test_trace_views import assert_rows_equal_eager
 from tests.variants.trace.trace_oracle import DIMS, compare
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*batching rule.*")
@@ -144,3 +146,80 @@ def test_results_that_a_boolean_cannot_hold(name):
 def test_float_power_needs_doubles():
     assert_refused(lambda x: x.float_power_(2), torch.ones(3), lambda q, k: k.float())
     compare(lambda s, b, h, q, k: s.double().float_power_(2))
+
+
+OVERLAPS = {
+    "+=": lambda x: operator.iadd(x[1:], x[:-1]),
+    "alpha": lambda x: x[:-1].sub_(x[1:], alpha=2),
+    "assigned": lambda x: operator.setitem(x, slice(1, None), x[:-1]),
+    "copied": lambda x: x[1:].copy_(x[:-1]),
+    "element": lambda x: operator.itruediv(x, x[3]),
+    "bound": lambda x: x.clamp_(max=x[3]),
+    "broadcast": lambda x: x.view(2, 4).mul_(x[:4]),
+    "transposed": lambda x: operator.iadd(x[:4].view(2, 2), x[:4].view(2, 2).t()),
+    "transposed, assigned": lambda x: operator.setitem(x[:4].view(2, 2).t(), ..., x[:4].view(2, 2)),
+    "transposed whole": lambda x: [y.t().copy_(y) for y in [x[:4].clone().view(2, 2)]],
+    "list": lambda x: operator.setitem(x, [1, 2], x[:2]),
+    "lerp_": lambda x: x.lerp_(x[0], 0.5),
+    "ge_": lambda x: x.ge_(x[0]),
+}
+UNORDERED = {
+    "steps": lambda x: operator.iadd(x[:6:2], x[2::2]),
+    "expanded": lambda x: x.mul_(x[1:2].expand(8)),
+    "first of steps": lambda x: operator.iadd(x[::2], x[2]),
+}
+"""torch computes these in the order that its kernel happens to have."""
+
+
+@pytest.mark.parametrize("name", [*OVERLAPS, *UNORDERED])
+def test_parts_of_one_memory_that_overlap(name):
+    change = {**OVERLAPS, **UNORDERED}[name]
+    if name in OVERLAPS:
+        with pytest.raises(RuntimeError, match="refer to a single memory location"):
+            change(torch.arange(8.0))
+    with pytest.raises(TraceError, match=r"a single memory location; .*`x\[1:\] \+= x\[:-1\]\.cl"):
+        variant(query_mod=lambda x, b, h, i: x + (change(x), 1)[1]).bind(ROWS)
+
+
+APART = {
+    "itself": lambda x: operator.iadd(x, x),
+    "whole": lambda x: operator.iadd(x, x[:]),
+    "a part": lambda x: operator.imul(x[2:5], x[2:5]),
+    "halves": lambda x: operator.iadd(x[:4], x[4:]),
+    "halves, assigned": lambda x: operator.setitem(x, slice(4), x[4:]),
+    "steps": lambda x: operator.iadd(x[::2], x[1::2]),
+    "columns": lambda x: operator.isub(x.view(2, 4)[:, 2:], x.view(2, 4)[:, :2]),
+    "column": lambda x: operator.isub(x.view(2, 4)[:, 1:], x.view(2, 4)[:, :1]),
+    "other element": lambda x: operator.isub(x[1:], x[0]),
+    "element": lambda x: operator.iadd(x[0], x[0]),
+    "clone": lambda x: operator.iadd(x[1:], x[:-1].clone()),
+    "computed": lambda x: operator.isub(x, x.amax()),
+    "filled with an element": lambda x: x.fill_(x[3]),
+    "set to an element": lambda x: operator.setitem(x, ..., x[3]),
+    "set to a slice": lambda x: operator.setitem(x, ..., x[0:1]),
+    "masked": lambda x: x.masked_fill_(x > 0, x[3]),
+    "augmented": lambda x: operator.setitem(x, slice(2), operator.iadd(x[:2], 1)),
+    "three": lambda x: x.addcmul_(x, x),
+    "list": lambda x: operator.setitem(x, [1, 2], x[[0, 1]]),
+    "flipped": lambda x: operator.setitem(x, ..., x.flip(0)),
+    "twice one value": lambda x: operator.setitem(x.view(2, 4), (slice(None), [1, 1]), 2.0),
+    "twice an element": lambda x: operator.setitem(x, [2, 0, 2], x.sum()),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_parts_of_one_memory_that_do_not_overlap(name):
+    def hook(x, b, h, i):
+        APART[name](x)
+        return x
+
+    assert_rows_equal_eager(hook)
+
+
+def test_an_index_that_occurs_twice():
+    def hook(x, b, h, i):
+        x[[1, 1]] = x[2:4] * 2
+        return x
+
+    with pytest.raises(TraceError, match=r"with an index that occurs twice.*every index once"):
+        variant(query_mod=hook).bind(ROWS)
