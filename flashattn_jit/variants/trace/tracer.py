@@ -375,10 +375,18 @@ class Tracer:
             return c
         if callable(attribute):
             return lambda *args, **kwargs: self.dispatch(attribute, (c, *args), kwargs)
-        if name in ("T", "mT", "H", "mH") and c.on_host:
-            return Captured(self.run_host(getattr, (c, name), {}))
+        if name in ("T", "mT", "H", "mH"):
+            if c.on_host:
+                return Captured(self.run_host(getattr, (c, name), {}))
+            if name == "T":
+                return self.dispatch(torch.Tensor.permute, (c, tuple(range(c.ndim))[::-1]), {})
+            if name != "H" or c.ndim == 2:
+                return self.dispatch(torch.Tensor.transpose, (c, -2, -1), {})
         with torch._C.DisableTorchFunction():
-            return getattr(c.host.tensor, name)
+            found = getattr(c.host.tensor, name)
+        if isinstance(found, torch.Tensor):
+            self.refuse_op(f"Tensor.{name}")
+        return found
 
     # --- refusals ----------------------------------------------------------------------------
 
