@@ -265,12 +265,27 @@ def _contiguous(input: Any, *args: Any, **kwargs: Any) -> Value:
 for _name in ("reshape", "flatten", "ravel"):
     op(_name, elementwise=False)(partial(_reshaped, _name))
 for _name in (
-    "view", "unflatten", "unsqueeze", "squeeze", "expand",
+    "unflatten", "unsqueeze", "squeeze", "expand",
     "broadcast_to", "t", "movedim", "moveaxis", "transpose", "swapaxes", "swapdims", "permute",
     "flip", "roll", "repeat_interleave", "repeat", "tile", "narrow", "select", "split_with_sizes",
     "chunk", "unbind", "detach",
 ):  # fmt: skip
     op(_name, elementwise=False)(partial(_moved, _name))
+
+
+@op("view", elementwise=False)
+def _view(input: Any, *shape: Any, **named: Any) -> Value:
+    dtype = named.get("dtype", shape[0] if shape else None)
+    if not isinstance(dtype, torch.dtype):
+        return _moved("view", input, *shape, **named)  # type: ignore[no-any-return]
+    v = val(input)
+    if dtype != (v.half_dtype or v.dtype):
+        tracer().refuse(
+            f"`view({dtype})`, which reads the bits of other numbers",
+            f"convert the numbers: `x.to({dtype})`, or view captured tensors before they are "
+            "indexed",
+        )
+    return _moved("detach", v)  # type: ignore[no-any-return]
 
 
 @op("view_as", "reshape_as", elementwise=False)
@@ -289,8 +304,13 @@ def _expand_as(input: Any, other: Any) -> Value:
 
 
 @op("split", elementwise=False)
-def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> tuple[Value, ...]:
-    return _moved("split", tensor, split_size_or_sections, dim)  # type: ignore[no-any-return]
+def _split(
+    tensor: Any, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None
+) -> tuple[Value, ...]:
+    size = split_size if split_size_or_sections is None else split_size_or_sections
+    if size is None:
+        raise TypeError("split() needs a split_size")
+    return _moved("split", tensor, size, dim)  # type: ignore[no-any-return]
 
 
 @op("__getitem__", elementwise=False)

@@ -51,3 +51,41 @@ def test_vectors_have_no_transposes():
 def test_attributes_that_are_tensors_are_named():
     with pytest.raises(TraceError, match=r"`Tensor\.real`"):
         variant(score_mod=lambda s, b, h, q, k: s + ROWS[q].real[0]).bind(DIMS)
+
+
+SPLIT = {
+    "split_size": lambda s, b, h, q, k: s + (ROWS[q] * 2).split(split_size=3)[2].sum(),
+    "sections": lambda s, b, h, q, k: s + (ROWS[q] * 2).split(split_size=[3, 5], dim=-1)[1][2],
+    "captured": lambda s, b, h, q, k: s + ROWS[q].split(split_size=4)[1][0],
+    "whole": lambda s, b, h, q, k: s + ROWS.split(split_size=4, dim=1)[1][k, q % 4],
+    "function": lambda s, b, h, q, k: s + torch.split(ROWS[k], split_size_or_sections=5)[1].sum(),
+    "position": lambda s, b, h, q, k: s + torch.split(MATRICES[k], 3, 1)[1].sum(),
+    "view of its dtype": lambda s, b, h, q, k: s + (ROWS[q] * 2).view(torch.float32)[1],
+    "view of its dtype by name": lambda s, b, h, q, k: s + k.view(dtype=torch.int64),
+    "view, size": lambda s, b, h, q, k: s + (ROWS[q] * 2).view(size=(2, 4))[1].sum(),
+    "viewed and changed": lambda s, b, h, q, k: s.view(torch.float32).add_(1) + s,
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_and_view_have_the_arguments_of_torch(name):
+    compare(SPLIT[name])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.view(torch.int32),
+        lambda x: x.view(dtype=torch.int32),
+        lambda x: (x * 2).view(torch.uint8),
+    ],
+)
+def test_the_bits_of_a_value_cannot_be_viewed(view):
+    message = r"`view\(torch\.\w+\)`, .* bits .*`x\.to\(torch\.\w+\)`"
+    with pytest.raises(TraceError, match=message):
+        variant(score_mod=lambda s, b, h, q, k: s + view(ROWS[q]).sum()).bind(DIMS)
+
+
+def test_split_needs_a_size():
+    with pytest.raises(TraceError, match=r"TypeError.*split"):
+        variant(score_mod=lambda s, b, h, q, k: s + (ROWS[q] * 2).split()[0].sum()).bind(DIMS)
