@@ -60,6 +60,7 @@ def _inplace(name: str) -> Callable[..., Any]:
 
 def run_handler(name: str, handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The handler's result. Raises TypeError for arguments that do not fit the function `name`."""
+    kwargs = {_NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()}
     try:
         return _as_in_torch(name, handler(*args, **kwargs), args, kwargs)
     except TypeError:
@@ -70,6 +71,7 @@ def run_handler(name: str, handler: Handler, args: Sequence[Any], kwargs: Mappin
         raise
 
 
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # that torch's functions take too
 RETURN_ARGUMENTS = frozenset({
     "to", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool",
     "type", "type_as", "contiguous", "cpu", "cuda", "requires_grad_", "lift_fresh", "resolve_conj",

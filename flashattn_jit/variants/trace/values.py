@@ -110,6 +110,11 @@ class _Proxy:
         """As ``Tensor.numel``."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self: Any) -> Any:
+        """As ``Tensor.nbytes``."""
+        return self.numel() * self.torch_dtype.itemsize
+
     def is_floating_point(self: Any) -> bool:
         """As ``Tensor.is_floating_point``."""
         return self.dtype.is_floating_point  # type: ignore[no-any-return]

@@ -320,8 +320,8 @@ def _getitem(input: Any, index: Any) -> Value:
 
 
 @op("cat", "concat", "concatenate", elementwise=False)
-def _cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Value:
-    return _join(tensors, np.concatenate, dim if axis is None else axis)
+def _cat(tensors: Any, dim: int = 0) -> Value:
+    return _join(tensors, np.concatenate, dim)
 
 
 @op("stack", elementwise=False)
@@ -376,6 +376,9 @@ def _setitem(input: Any, index: Any, value: Any) -> None:
     if type(input) is not Value:
         tracer().refuse_mutation("__setitem__")
     items, new = _static_index(index), val(value)
+    rank = len(_places(input, items).shape)
+    while new.ndim > rank and new.shape[0] == 1:  # as torch
+        new = _moved("squeeze", new, 0)
     if _root(new) is _root(input):
         _refuse_overlap(_places(input, items), _places(new), copies=True)
     _put(input, items, new)

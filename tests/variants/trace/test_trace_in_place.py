@@ -148,6 +148,20 @@ def test_float_power_needs_doubles():
     compare(lambda s, b, h, q, k: s.double().float_power_(2))
 
 
+def test_a_value_may_have_leading_dims_of_one_element():
+    def hook(x, b, h, i):
+        x[:4] = (x[4:] * 2)[None, None]
+        x[5] = x[:1][None]
+        return x
+
+    assert_rows_equal_eager(hook)
+
+
+def test_bytes_of_captured_rows_are_those_of_the_row():
+    table = torch.arange(12.0).view(3, 4).half()
+    assert_rows_equal_eager(lambda x, b, h, i: x * table[i].nbytes)
+
+
 OVERLAPS = {
     "+=": lambda x: operator.iadd(x[1:], x[:-1]),
     "alpha": lambda x: x[:-1].sub_(x[1:], alpha=2),

@@ -23,6 +23,8 @@ OF_ROWS = {
     "negative dims": lambda y: y.sum(-2) - y.amin(-1, keepdim=True) + y.mean((-1, -2)),
     "joined": lambda y: torch.cat([y, y * 2], -2).sum(0) + torch.stack([y, -y], -1).amax(2),
     "joined, axis": lambda y: torch.cat([y, y * 2], axis=1).view(2, 2, 4).sum(0),
+    "axis": lambda y: y.sum(axis=0) + torch.mean(y, axis=1, keepdims=True) + y.softmax(axis=0),
+    "bytes": lambda y: y * y.nbytes + TABLE[0].nbytes,
     "scalars": lambda y: y.sum().sum(-1) + y.amax().softmax(0) + y.mean(),
     "mean to double": lambda y: y.mean(dtype=torch.float64) + y.int().mean(0, dtype=torch.float64),
 }
