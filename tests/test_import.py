@@ -11,6 +11,7 @@ import pytest
 
 import flashattn_jit as fa
 from tests.harness import processes
+from tests.harness.slowness import slowdown
 
 SLOW = ("sympy", "torch._dynamo", "torch._inductor", "jinja2", "matplotlib", "transformers")
 """Modules that cost 0.1 to 1.6 s each; none is needed to look up, plan and launch a kernel."""
@@ -24,16 +25,17 @@ def python(code: str, **environment: str) -> str:
 
 
 def test_import_takes_less_than_150_ms_beyond_torch(tmp_path: Path) -> None:
-    """In CPU seconds, with bytecode as an installation has it."""
+    """In CPU seconds of the reference machine, with bytecode as an installation has it."""
     code = (
         "import time, torch; begin = time.process_time(); import flashattn_jit; "
         "print(time.process_time() - begin)"
     )
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     python(code, **bytecode)
-    taken_s = [float(python(code, **bytecode))]
-    while min(taken_s) >= 0.150 and len(taken_s) < 8:  # a core shared with others runs slower
-        taken_s.append(float(python(code, **bytecode)))
+    taken_s: list[float] = []
+    while min(taken_s, default=1.0) >= 0.150 and len(taken_s) < 8:  # a shared core runs slower
+        slower = slowdown()
+        taken_s.append(float(python(code, **bytecode)) / min(slower, slowdown()))
     assert min(taken_s) < 0.150
 
 
@@ -51,7 +53,7 @@ def test_import_neither_writes_nor_reads_the_cache(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-MOST_FILES = 37
+MOST_FILES = 38
 """Files of the package whose code the first call of a library variant may execute: a reader who
 follows a call has to read them."""
 
