@@ -133,15 +133,16 @@ def _in_torch(
             ones = torch.ones(max(extent, math.prod(x.shape)), dtype=x.torch_dtype, device="cpu")
             return ones.as_strided(x.shape, strides) if strides else ones.view(x.shape)
         if type(x) is Captured:
-            return torch.ones([x.host.shape[d] for d in x.free], dtype=x.torch_dtype, device="cpu")
+            one = torch.ones(1, dtype=x.torch_dtype, device="cpu")  # the tensor may be large
+            return one.expand([x.host.shape[d] for d in x.free])
         return plain(x)
 
     owners = (operator, torch.Tensor) if name.startswith("__") else (torch, torch.Tensor, F)
     found = [f for f in (getattr(owner, name, None) for owner in owners) if callable(f)]
     for function in found:
         with outside_modes(), torch._C.DisableTorchFunction():
-            given, named = map_tree((tuple(args), dict(kwargs)), stand_in)
             try:
+                given, named = map_tree((tuple(args), dict(kwargs)), stand_in)
                 made = function(*given, **named)
             except Exception:  # another owner's function may take the arguments
                 continue

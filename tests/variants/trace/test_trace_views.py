@@ -430,3 +430,15 @@ def test_captured_tensors_are_not_written_through_views(take):
         return x + row.sum()
 
     assert_rows_equal_eager(of_a_copy)
+
+
+def test_large_captured_tensors_cost_no_memory():
+    huge = torch.zeros(1, dtype=torch.bfloat16).expand(1 << 24, 1 << 20)
+
+    def hook(x, b, h, i):
+        y = x.type_as(huge)
+        y += 1
+        return y.float() + x.to(huge)
+
+    bound = variant(query_mod=hook).bind(DIMS)
+    assert bound.ir.hook("query_mod") is not None
