@@ -288,7 +288,7 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, int groups, 
             for (int r = 0; r < NR; ++r) out[r * s_stride + i] = lanes[kLaneOfFour[r]];
         }
       } else {
-        store(lanes, reduce_columns(acc) * (scale * kUnit<how>));
+        store(lanes, reduce_columns(acc) * kUnit<how> * scale);
 #pragma GCC unroll 4
         for (int r = 0; r < NR; ++r)
           __builtin_memcpy(out + r * s_stride, lanes + r * keys, keys * sizeof(float));

@@ -102,7 +102,8 @@ class WordProducts {
   template <int N>
   FAJIT_INLINE RowScales weights(vi largest, vf total) const {
     if (steps_[0] == 1) return integer_scales(largest);
-    const vf most = as_float(largest) / total * (0x1p18f - N);  // N: of roundings
+    vf most = as_float(largest) / total * (0x1p18f - N);  // N: of roundings
+    most = max(most, splat(0x1p18f / N - 1));             // also where the total is infinite
     return integer_scales(largest, most < kMostInteger ? most : splat(kMostInteger));
   }
   FAJIT_INLINE void put(vf x, vf factor, int8_t* row, int n, vi& sum) const {
