@@ -5,6 +5,8 @@ Imported by the package's start, so nothing is imported here before it is called
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from .late_binding import provide
@@ -42,73 +44,30 @@ def attention_reference(*args: Any, **options: Any) -> Any:
     return reference.attention_reference(*args, **options)
 
 
-@provide
-def verify(*args: Any, **options: Any) -> Any:
-    """`Variant.verify`."""
-    from . import inspect
-
-    return inspect.verify(*args, **options)
-
-
-@provide
-def explain(*args: Any, **options: Any) -> Any:
-    """`Variant.explain`."""
-    from . import inspect
-
-    return inspect.explain(*args, **options)
+FORWARDED = {
+    "verify": "inspect.verification.verification",  # `Variant.verify`
+    "explain": "inspect.explanation.explanation",  # `Variant.explain`
+    "explain_plan": "inspect.explanation.batch",  # `Plan.explain`
+    "plot_plan": "inspect.explanation.batch_plot",  # `Plan.plot`
+    "plot_pages": "inspect.explanation.pages_plot",  # `kv.Timeline.plot`
+    "show_estimate": "inspect.explanation.kv_capacity",  # ``str()`` of a `kv.Estimate`
+    "plot_estimate": "inspect.explanation.kv_capacity",  # `kv.Estimate.plot`
+    "show_recommendation": "inspect.explanation.kv_capacity",  # of a `kv.Recommendation`
+    "over_mesh": "distributed.mesh_batch",  # `BatchAttention` and `CascadeAttention` with a mesh
+}
+"""Functions and their modules. No compiled code calls them, so Dynamo need not follow these."""
 
 
-@provide
-def explain_plan(*args: Any) -> Any:
-    """`Plan.explain`."""
-    from .inspect.explanation import batch
+def _forward(name: str) -> Callable[..., Any]:
+    def forward(*args: Any, **options: Any) -> Any:
+        function: Callable[..., Any] = getattr(
+            import_module(f"{__package__}.{FORWARDED[name]}"), name
+        )
+        return function(*args, **options)
 
-    return batch.explain_plan(*args)
-
-
-@provide
-def plot_pages(*args: Any) -> Any:
-    """`kv.Timeline.plot`."""
-    from .inspect.explanation import pages_plot
-
-    return pages_plot.plot_pages(*args)
+    forward.__name__ = name
+    return forward
 
 
-@provide
-def plot_plan(*args: Any) -> Any:
-    """`Plan.plot`."""
-    from .inspect.explanation import batch_plot
-
-    return batch_plot.plot_plan(*args)
-
-
-@provide
-def show_estimate(*args: Any) -> Any:
-    """``str()`` of a `kv.Estimate`."""
-    from .inspect.explanation import kv_capacity
-
-    return kv_capacity.show_estimate(*args)
-
-
-@provide
-def plot_estimate(*args: Any) -> Any:
-    """`kv.Estimate.plot`."""
-    from .inspect.explanation import kv_capacity
-
-    return kv_capacity.plot_estimate(*args)
-
-
-@provide
-def show_recommendation(*args: Any) -> Any:
-    """``str()`` of a `kv.Recommendation`."""
-    from .inspect.explanation import kv_capacity
-
-    return kv_capacity.show_recommendation(*args)
-
-
-@provide
-def over_mesh(*args: Any) -> Any:
-    """`BatchAttention` and `CascadeAttention` with a mesh."""
-    from .distributed import mesh_batch
-
-    return mesh_batch.over_mesh(*args)
+for _name in FORWARDED:
+    provide(_forward(_name))

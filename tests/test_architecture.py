@@ -137,8 +137,8 @@ def test_what_texts_name_exists() -> None:
         ("`tests/variants/library/test_lib_*.py`, `_masked.py`", [
             "_masked.py", "tests/variants/library/test_lib_*.py",
         ]),
-        ("`flashattn_jit.inspect.verify`, ``flashattn_jit.env``", []),
-        ("`flashattn_jit.inspect.verifies`", ["flashattn_jit.inspect.verifies"]),
+        ("`flashattn_jit.inspect.dims.DEFAULT`, ``flashattn_jit.env``", []),
+        ("`flashattn_jit.inspect.dims.DEFAULTS`", ["flashattn_jit.inspect.dims.DEFAULTS"]),
         ("`flashattn_jit.nowhere.verify`", ["flashattn_jit.nowhere.verify"]),
         ("`tests/fleet`, `csrc/emulator/ops/` and `.ci/full`", []),
         ("`tests/fleets`, `csrc/emulators/`", ["csrc/emulators/", "tests/fleets"]),

@@ -11,8 +11,9 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import InputError, ParamError
-from flashattn_jit.inspect import explain, verify
 from flashattn_jit.inspect.dims import DEFAULT, complete_dims, held_dims
+from flashattn_jit.inspect.explanation.explanation import explain
+from flashattn_jit.inspect.verification.verification import verify
 from tests.harness import processes, rotation
 
 
