@@ -150,3 +150,10 @@ def test_what_texts_name_exists() -> None:
 )  # fmt: skip
 def test_what_does_not_exist_is_found(text: str, missing: list[str]) -> None:
     assert missing_names(ROOT / "README.md", text) == missing
+
+
+def test_the_map_names_the_folders_of_kernel_headers() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| `csrc/include/fajit` |"))
+    folders = {p.name for p in (ROOT / "csrc/include/fajit").rglob("*") if p.is_dir()}
+    assert not {f for f in folders if f"`{f}/`" not in row}

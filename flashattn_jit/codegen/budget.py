@@ -43,10 +43,11 @@ kernels of tests/cuda/hopper those for int4 codes with zero points in groups of 
 have any: 27 and 29 at head dim 192, of 3,600 and 4,000 instructions. In the model of machine code
 these take 0.5 and 4 % of the time, and the next smaller tile would take 13 to 20 %."""
 
-SPILL_RULE = 3
-"""Raised where the rule changes by which a build is kept or replaced by a smaller tile. Entries
-hold its decisions; the keys of kernels cover this file, but not `planner/cuda_tiles.py` and, of
-`jit/compilation`, `cubin.py`, `loops.py` and `ptxas_report.py`."""
+SPILL_RULE_VERSION = 3
+"""Read by no code: this file's digest is part of the keys of CUDA kernels. Increase it when the
+rule changes by which a build is kept or replaced by a smaller tile, as entries hold its decisions
+and their keys do not cover `planner/cuda_tiles.py` or, of `jit/compilation`, `cubin.py`, `loops.py`
+and `ptxas_report.py`."""
 
 MAX_WARPS = {"prefill": 8, "few_row": 12, "prefill_wide": 8}
 """Most warps per multiprocessor that a tile declares. Two per scheduler overlap softmax with matrix

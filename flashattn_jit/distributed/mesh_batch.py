@@ -341,7 +341,7 @@ class ByPages(_Divided):
         return ranks.computed(
             lambda: finish.finish(
                 own_q, [no_keys], call.params, checks.check_scale(call.scale, options.head_dim),  # type: ignore[list-item]
-                return_lse, False, None, None, merged,
+                merged, return_lse=return_lse,
             )
         )  # fmt: skip
 

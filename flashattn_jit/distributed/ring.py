@@ -94,8 +94,7 @@ class Ring(NamedTuple):
             merged.outs[0], merged.lses[0] = outs, lses
             none: Any = [(k[:0], v[:0])]
             return self.finish.finish(
-                own_q, none, params, check_scale(scale, q.shape[2]), return_lse, False, None, None,
-                merged,
+                own_q, none, params, check_scale(scale, q.shape[2]), merged, return_lse=return_lse
             )  # fmt: skip
 
         own_out, own_lse = ranks.computed(finished)

@@ -97,7 +97,7 @@ class AtKeys(NamedTuple):
         begin_moves(ranks, back).wait()
         none = [(k[:0], v[:0])]
         scale = check_scale(scale, q.shape[2])
-        return self.finish.finish(q, none, params, scale, return_lse, False, None, None, merged)
+        return self.finish.finish(q, none, params, scale, merged, return_lse=return_lse)
 
 
 def plan_states(

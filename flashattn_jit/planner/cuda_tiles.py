@@ -52,7 +52,6 @@ class Tile:
 
 _PREFILL: tuple[tuple[int, tuple[Tile, ...]], ...] = (
     (64, (Tile(128, 128, 4), Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
-    (80, (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
     (128, (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
     (256, (Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 32, 4), Tile(64, 16, 4))),
 )

@@ -75,7 +75,17 @@ class MixedPlanned:
             own = level_params(params, self._levels(i))
             part.run(q, keys, values, own, scale, False, True, states.outs[i], of_part)
         params = level_params(params, self._levels(-1))
-        return self.finish(q, pairs, params, scale, return_lse, partial, out, lse, states)
+        return self.finish(
+            q,
+            pairs,
+            params,
+            scale,
+            states,
+            return_lse=return_lse,
+            partial=partial,
+            out=out,
+            lse=lse,
+        )
 
     def check_transforms(self, params: Params) -> None:
         """As `Planned.check_transforms`."""
@@ -168,11 +178,12 @@ class MixedPlanned:
         pairs: Pairs,
         params: Params,
         scale: float,
-        return_lse: bool,
-        partial: bool,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
         states: States,
+        *,
+        return_lse: bool,
+        partial: bool = False,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse) of the parts' states, merged in order and finalised."""
         last, (k, v) = self.parts[-1], pairs[-1]

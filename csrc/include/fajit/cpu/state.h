@@ -11,8 +11,6 @@
 
 namespace fajit {
 
-constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-
 struct Normalized {
   vf factor;  // multiplies the sum of weighted values
   vf lse;     // natural

@@ -2,10 +2,10 @@
 // operands in the constant bank, and occupy no register.
 #pragma once
 #include <fajit/context.h>
+#include <fajit/types.h>
 
 namespace fajit::cuda {
 
-constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 #define FAJIT_INF __int_as_float(0x7f800000)
 
 // Q is multiplied by `query` before the products and scores by `score` before the hooks; a score s

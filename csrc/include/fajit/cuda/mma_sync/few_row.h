@@ -97,8 +97,7 @@ class FewRow {
     const ThreadRows<Config, Hooks, 1> rows(c_, a_, item_);
     Softmax softmax;
     float o[1][kD][4];
-#pragma unroll
-    for (int d = 0; d < kD; ++d) o[0][d][0] = o[0][d][1] = o[0][d][2] = o[0][d][3] = 0.0f;
+    clear(o);
 
     Walk walk(c_, keys_.divisors(), item_, item_.kv_begin + warp_ * kKeys,
               end_of_positions<Config>(a_, item_), walk_);

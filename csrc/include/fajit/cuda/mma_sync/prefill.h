@@ -117,10 +117,7 @@ class Prefill {
     const ThreadRows<Config, Hooks, kM> rows(c_, a_, item_);
     Softmax softmax;
     float o[kM][kD][4];
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int d = 0; d < kD; ++d) o[m][d][0] = o[m][d][1] = o[m][d][2] = o[m][d][3] = 0.0f;
+    clear(o);
 
     const Walk walk(c_, keys_.divisors(), item_, item_.kv_begin,
                     end_of_positions<Config>(a_, item_), walk_);

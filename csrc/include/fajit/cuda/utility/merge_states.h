@@ -15,6 +15,7 @@
 #include <fajit/cuda/ptx/warp.h>
 #include <fajit/cuda/tile/element.h>
 #include <fajit/cuda/utility/entry.h>
+#include <fajit/types.h>
 
 namespace fajit::cuda {
 
@@ -78,7 +79,6 @@ struct MergeStates {
   }
 
   static FAJIT_DEV void run(const Params& p) {
-    constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
     const int lane = ptx::lane_index();
     const int32_t row = static_cast<int32_t>(blockIdx.x) * kWarps + ptx::warp_index();
     if (row >= p.num_rows) return;
