@@ -100,10 +100,6 @@ The prefill tile takes 1.06 times as long at 32 rows (benchmarks/cpu_tiles.py)."
 
 _FEW_ROW_TILE_KV = 64
 
-_WIDE_TILE_KV = 256
-"""The same on AMX tiles where the output of 16 rows fills the L1, which it is read from and written
-to once in a tile: head_dim_v from 225 on, where it is a multiple of 64 when rounded up to 32."""
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
@@ -207,10 +203,7 @@ def with_cpu_tile(spec: KernelSpec, kind: TileKind) -> KernelSpec:
     matrix = matrix_dtype(spec.target, spec.q_dtype)
     if kind == "few_row":
         tile_q = few_rows(spec.target, spec.q_dtype)
-        padded = -(-spec.head_dim_v // 32) * 32  # `kParts` of csrc/include/fajit/cpu/few_row.h
-        wide = padded >= 256 and padded % 64 == 0 and on_tiles(spec.target, matrix)
-        tile_kv = _WIDE_TILE_KV if wide else _FEW_ROW_TILE_KV
-        return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=tile_kv)
+        return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=_FEW_ROW_TILE_KV)
     tile_q, tile_kv = prefill_tile(spec.target, spec.head_dim, spec.head_dim_v, matrix)
     return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=tile_kv)
 

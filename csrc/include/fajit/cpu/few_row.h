@@ -9,7 +9,7 @@
 //     after a sum block of keys (kv_walk.h), sums and O are added to the totals
 //   normalise, sink, output_mod, cast
 //
-// On AMX, bf16 with more than one row uses AMX tiles (amx/few_row.h), and kTileQ is up to 32.
+// On AMX, bf16 uses AMX tiles (amx/few_row.h) from two rows or 256 dims on; kTileQ is up to 32.
 //
 // Rows of K or V are copied to a buffer only when a key_mod or value_mod does more than decode
 // them, when codes have a codebook or groups of channels (latent rows too) and are not multiplied
@@ -63,11 +63,11 @@ class FewRowKernel {
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
   static constexpr bool kTiles = OnTiles && same<Matrix, bfloat16_t>;
   using TileSession = TileUnit;
-  // Whether V is packed by parts; the words of its pairs, or of a part.
-  static constexpr bool kParts = kDimV >= 256 && kDimV % 64 == 0;
-  static constexpr int kPairWords = kParts ? kPartWords : kTileKv / 2 * kPairStride<kDimV>;
+  // Whether tiles read V where it is, else in pairs of rows.
+  static constexpr bool kWide = kTiles && kDimV >= 256;
+  static constexpr int kPairWords = kTiles && !kWide ? kTileKv / 2 * kDimV : 0;
 #else
-  static constexpr bool kTiles = false;
+  static constexpr bool kTiles = false, kWide = false;
   static constexpr int kPairWords = 0;
   using TileSession = NoSession;
 #endif
@@ -81,7 +81,7 @@ class FewRowKernel {
 
   // Up to this many rows are computed with vectors, more with AMX tiles: one row took 5.7 ms with
   // vectors, two 6.1 with tiles and 7.6 with vectors (8 requests of 4,096 keys, 8 heads, by hand).
-  static constexpr int kVectorRows = 1;
+  static constexpr int kVectorRows = kWide ? 0 : 1;
 
   // Codes are multiplied with Q times the scales that their channels have in a block of keys.
   static constexpr bool kFoldsKeys = !kTiles && kWholeKeys && takes_folded<KeyNumbers, K, Q>();
@@ -150,13 +150,13 @@ class FewRowKernel {
       : c_(c),
         q_(carver.take<Matrix>(uint64_t{kMaxHeads} * kTileRows * kDim)),
         o_(carver.take<float>(uint64_t{2} * kAllRows * kDimV)),
-        s_(carver.take<float>(uint64_t{kWeightGroups} * kTileRows * kTileKv)),
+        s_(carver.take<float>(uint64_t{kWide ? 2 : kWeightGroups} * kTileRows * kTileKv)),
         qt_(carver.take<int32_t>(kTiles ? uint64_t{kMaxHeads} * kTileRows * kDim / 2 : 0)),
         k_rows_(kKeysInPlace && !kConvertOnce && !kMayDecode
                     ? nullptr
                     : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
-        pairs_(carver.take<int32_t>(kTiles ? kPairWords : 0)),
+        pairs_(carver.take<int32_t>(kPairWords)),
         key_numbers_(carver.take<float>(uint64_t{kMaxHeads} * KeyNumbers::kCount * kTileKv)),
         value_numbers_(carver.take<float>(uint64_t{kMaxHeads} * ValueNumbers::kCount * kTileKv)),
         queries_(carver.take<CodeRow>(kCodeKeys ? kMaxHeads * kTileRows : 0)),
@@ -182,9 +182,7 @@ class FewRowKernel {
   void run_tile(const fajit_work* items, int heads, int row0, int count, const fajit_work* next) {
     const fajit_work& w = items[0];
     const fajit_args& a = *c_.args;
-#if FAJIT_AMX
-    if constexpr (kTiles) TileUnit::configure(count < 16 && !kParts ? count : 16);
-#endif
+    Session::configure(count < 16 && !kWide ? count : 16);
     if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;
     key_products_ = KeyProducts::template of<KeyNumbers>(c_);
     value_products_ = ValueProducts::template of<ValueNumbers>(c_);
@@ -330,7 +328,7 @@ class FewRowKernel {
       if constexpr (kTiles) {
         if (tiles) {
           // Values in place, or those that are decoded keys, are packed during these products.
-          const bool packs = !kParts && (kValuesInPlace || are_keys);
+          const bool packs = !kWide && (kValuesInPlace || are_keys);
           const auto rows = either<kValuesInPlace>(v_src, StridedRows<Matrix>{k_rows_, kDim});
           PairedValues<kDimV, decltype(rows)> pairs(rows, packs ? keys : 0, pairs_);
           const auto between = [&]() __attribute__((always_inline)) {
@@ -340,8 +338,8 @@ class FewRowKernel {
               stream.next(1);
             }
           };
-          return tile_few_scores<kDim, kParts>(k, keys, s.qt, count, scale, s_, kTileKv, stream,
-                                               between);
+          return tile_few_scores<kDim, kWide>(k, keys, s.qt, count, scale, s_, kTileKv, stream,
+                                              between);
         }
       }
 #endif
@@ -403,11 +401,10 @@ class FewRowKernel {
     const int32_t* words = reinterpret_cast<const int32_t*>(s_);
     const auto accumulate = [&](auto v) __attribute__((always_inline)) {
 #if FAJIT_AMX
-      if constexpr (kTiles) {
+      if constexpr (kTiles)
         if (tiles)
-          return tile_few_values<kDimV, kParts>(v, kValuesInPlace || are_keys, keys, words, count,
-                                                kTileKv, s.o, pairs_, stream);
-      }
+          return tile_few_values<kDimV, kWide, kTileRows>(
+              v, kValuesInPlace || are_keys, keys, words, count, kTileKv, s.o, pairs_, stream);
 #endif
       with_rows<kTiles ? kVectorRows : kTileRows>(count, [&](auto rows, int groups) {
         if constexpr (kCodeValues)
@@ -486,7 +483,7 @@ class FewRowKernel {
     for (int r = 0; r < count; ++r) {
       stream.next(1);
       if constexpr (!Hooks::kPointwise) normalize_row(head, r, vectors, top[r]);
-      if constexpr (!kCodeValues) put_weights(s_ + r * kTileKv, vectors, value_numbers);
+      if constexpr (!kCodeValues) put_weights(s_ + r * kTileKv, vectors, value_numbers, count);
     }
     if constexpr (kCodeValues)
       with_rows<kTileRows>(count, [&](auto rows, int groups) {
@@ -498,10 +495,14 @@ class FewRowKernel {
   }
 
   // A row of weights as the second product reads them: times the scales of values.
-  FAJIT_INLINE void put_weights(float* row, int vectors, [[maybe_unused]] const float* numbers) {
+  FAJIT_INLINE void put_weights(float* row, int vectors, [[maybe_unused]] const float* numbers,
+                                [[maybe_unused]] int count) {
     if constexpr (kScaleWeights)
       for (int n = 0; n < vectors * kLanes; n += kLanes)
         store(row + n, load(row + n) * load(numbers + n));
+#if FAJIT_AMX
+    if constexpr (kWide) return put_word_weights<kTileRows>(row, count, vectors, kTileKv);
+#endif
     pack_row_weights<Matrix, Value, kDimV>(row, vectors * kLanes);
   }
 

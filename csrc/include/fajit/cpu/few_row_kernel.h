@@ -77,9 +77,10 @@ struct Groups {
 };
 // Calls `f` with a group size for rows [0, count), Most at most, and the number of groups: the rows
 // of a group share each loaded vector. One group of 1, 2 or 4 rows, or groups of 4. Results of rows
-// past `count` are not read.
+// past `count` are not read. Most is 0 where tiles compute all rows.
 template <int Most, class F>
 FAJIT_INLINE void with_rows(int count, F f) {
+  if constexpr (Most == 0) return;
   if constexpr (Most == 1) return f(Groups<1, false>{}, 1);
   if (Most > kFewRowGroup && count > kFewRowGroup) {
     f(Groups<kFewRowGroup, true>{}, (count + kFewRowGroup - 1) / kFewRowGroup);
@@ -364,7 +365,9 @@ struct ValueStep<bfloat16_t, Value, Dim> {
 #endif
 
 // Rows of V, as the vectors of a ValueStep from dim `d` on; steps are counted by their first key.
-// An odd last key is paired with itself, with weight 0.
+// An odd last key is paired with zeros: its own values may be infinite, and infinity times a weight
+// of 0 is NaN.
+alignas(64) inline constexpr char kZeroRow[4096] = {};  // also of codes, whose 0 is finite
 template <class Step, class ValueRows>
 struct StoredValues {
   using Weight = Dot<typename Step::Weight>;
@@ -373,8 +376,9 @@ struct StoredValues {
   int count;
 
   FAJIT_INLINE auto at(int n, int d) const {
-    const auto* row = v(n);
-    const auto* partner = kKeys > 1 && n + 1 < count ? v(n + 1) : row;
+    using Row = decltype(v(n));
+    const Row row = v(n), zeros = reinterpret_cast<Row>(kZeroRow);
+    const Row partner = kKeys > 1 ? n + 1 < count ? v(n + 1) : zeros : row;
     return [=](int j, vi(&x)[kVectors])
                __attribute__((always_inline)) { Step::load(row, partner, d + j * kLanes, x); };
   }

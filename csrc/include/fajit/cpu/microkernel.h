@@ -63,7 +63,9 @@ class FlushDenormals {
  private:
   const unsigned before_ = __builtin_ia32_stmxcsr();
 };
-struct NoSession {};
+struct NoSession {
+  static void configure(int) {}
+};
 
 // K and V rows are prefetched this far ahead of the one in use, a row at a step, into L2: a core
 // can have more misses outstanding there (48 and 64 on Xeons with AMX and on Zen 4) than in L1 (16

@@ -1,7 +1,9 @@
 // The two products of a few query rows with a tile of keys, on AMX tiles:
 //
 //   scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]     K read in place
-//   values   O[row][dim] += sum_key P[row][key] V[key][dim]   rows of V interleaved by two in L1
+//   values   O[row][dim] += sum_key P[row][key] V[key][dim]   rows of V interleaved by two in L1,
+//   or
+//                                                             where they are from 256 dims on
 //
 // Arguments and results are those of the vector products in few_row_kernel.h (dims of O in the
 // order that `ordered_dims` undoes), but keys are counted in steps of 32: scores and weights need
@@ -51,64 +53,55 @@ FAJIT_INLINE void pack_queries(const bfloat16_t* q, int count, int32_t* qt) {
   }
 }
 
-// Words from a packed pair of rows of V to the next: rows 2 KB apart share two sets of the L1. With
-// a line between them 16 rows of 576 + 512 dims took 0.8 of the time from L2, 0.93 from memory
-// (least times of one thread).
-template <int Dim>
-constexpr int kPairStride = Dim + (Dim % 256 == 0 ? 16 : 0);
-
-// Words of dims [d, d + Dims) of two rows of V, in the order that `ordered_dims` undoes.
-template <int Dim, int Dims, class Value>
-FAJIT_INLINE void pair_rows(const Value* even, const Value* odd, int d, int32_t* words) {
-#pragma GCC unroll 8
-  for (int i = 0; i < Dims; i += 32) {
-    vi x[2];
-    ValueStep<bfloat16_t, Value, Dim>::load(even, odd, d + i, x);
-    store(words + i, x[0]);
-    store(words + i + 16, x[1]);
-  }
-}
-
-// Rows of V as the products read them, [pair of keys][kPairStride] words of two keys. Pairs are
-// packed a few at a time, during the products of K: both wait for L2 most of the time. Keys from
-// `count` on have weight 0, but their values must not be NaN: they repeat the last key, up to a
-// multiple of 32.
+// Rows of V as the products read them, [pair of keys][Dim] words of two keys. Pairs are packed a
+// few at a time, during the products of K: both wait for L2 most of the time. Keys from `count` to
+// a multiple of 32 are zeros.
 template <int Dim, class ValueRows>
 class PairedValues {
+  using Value = typename ValueRows::Element;
+
  public:
   FAJIT_INLINE PairedValues(const ValueRows& v, int count, int32_t* words)
-      : v_(v), last_(count - 1), words_(words), left_((count + 31) / 32 * 16) {}
+      : v_(v), count_(count), words_(words), left_((count + 31) / 32 * 16) {}
 
   // The next `pairs` pairs.
   FAJIT_INLINE void next(int pairs) {
+    const auto* const zeros = reinterpret_cast<const Value*>(kZeroRow);
     for (; pairs > 0 && left_ > 0; --pairs, --left_) {
-      pair_rows<Dim, Dim>(v_(at_ < last_ ? at_ : last_), v_(at_ < last_ ? at_ + 1 : last_), 0,
-                          words_);
+      const Value* const even = at_ < count_ ? v_(at_) : zeros;
+      const Value* const odd = at_ + 1 < count_ ? v_(at_ + 1) : zeros;
+#pragma GCC unroll 8
+      for (int d = 0; d < Dim; d += 32) {
+        vi x[2];
+        ValueStep<bfloat16_t, Value, Dim>::load(even, odd, d, x);
+        store(words_ + d, x[0]);
+        store(words_ + d + 16, x[1]);
+      }
       at_ += 2;
-      words_ += kPairStride<Dim>;
+      words_ += Dim;
     }
   }
 
  private:
   const ValueRows v_;
-  const int last_;
+  const int count_;
   int32_t* words_;
   int left_, at_ = 0;
 };
 
-// Rows [n, n + 16) of K for a tile: in place where they can be, else in `copy`. Rows from `count`
-// on repeat the last row.
-template <int Dim, class KeyRows>
-FAJIT_INLINE TileRows tile_keys(const KeyRows& k, int n, int count, bfloat16_t* copy) {
+// Dims [d, d + Dims) of rows [n, n + 16) of K or V for a tile: in place where they can be, else in
+// `copy`. Rows from `count` on repeat the last row.
+template <int Dim, int Dims, class Rows>
+FAJIT_INLINE TileRows tile_rows(const Rows& rows, int n, int count, int d, bfloat16_t* copy) {
   if (n + 16 <= count)
-    if (const int64_t stride = even_stride(k, n))
-      return {reinterpret_cast<const char*>(k(n)), stride};
+    if (const int64_t stride = even_stride(rows, n))
+      return {reinterpret_cast<const char*>(rows(n) + d), stride};
   for (int i = 0; i < 16; ++i) {
-    const auto* const row = k(n + i < count ? n + i : count - 1);
+    const auto* const row = rows(n + i < count ? n + i : count - 1);
 #pragma GCC unroll 8
-    for (int d = 0; d < Dim; d += 32) store(copy + i * Dim + d, bfloat16_words<Dim>(row, d));
+    for (int j = 0; j < Dims; j += 32) store(copy + i * Dims + j, bfloat16_words<Dim>(row, d + j));
   }
-  return {reinterpret_cast<const char*>(copy), Dim * 2};
+  return {reinterpret_cast<const char*>(copy), Dims * 2};
 }
 
 // st[key][row] of 64 keys from key n on, in four accumulators: a product takes 52 clocks to finish,
@@ -169,9 +162,10 @@ FAJIT_INLINE void score_blocks(KeyRows k, int count, const int32_t* qt, int rows
       done = 64;
     } else {
       zero_tiles<2, NB>();
-      multiply_tiles<2, NB>(
-          tile_keys<Dim>(k, n, count, copy), tile_keys<Dim>(k, n + 16, count, copy + 16 * Dim),
-          {reinterpret_cast<const char*>(qt), width * 4}, kScoreSteps<Dim>, between);
+      multiply_tiles<2, NB>(tile_rows<Dim, Dim>(k, n, count, 0, copy),
+                            tile_rows<Dim, Dim>(k, n + 16, count, 0, copy + 16 * Dim),
+                            {reinterpret_cast<const char*>(qt), width * 4}, kScoreSteps<Dim>,
+                            between);
       store_tiles<2, NB>(st, width * 4);
     }
 #pragma GCC unroll 1
@@ -197,7 +191,7 @@ FAJIT_INLINE void score_blocks(KeyRows k, int count, const int32_t* qt, int rows
 template <int NA, int Dim, class Stream>
 FAJIT_INLINE void value_blocks(const int32_t* words, int count, const int32_t* p, int p_stride,
                                float* o, Stream& stream) {
-  constexpr int64_t stride = Dim * 4, pair_stride = kPairStride<Dim> * 4;
+  constexpr int64_t stride = Dim * 4;  // of O and of pairs
   const int steps = (count + 31) / 32;
 #pragma GCC unroll 1
   for (int d = 0; d < Dim; d += 32) {
@@ -209,76 +203,144 @@ FAJIT_INLINE void value_blocks(const int32_t* words, int count, const int32_t* p
 #pragma GCC unroll 1
       for (int i = 0; i < steps; ++i) {
         tile_load<7>(weights + 64 * i, p_stride * 4);
-        tile_load<4>(v, pair_stride);
+        tile_load<4>(v, stride);
         tile_multiply<1, 7, 4>();
         stream.next(2);
-        tile_load<5>(v + 64, pair_stride);
+        tile_load<5>(v + 64, stride);
         tile_multiply<3, 7, 5>();
-        v += 16 * pair_stride;
+        v += 16 * stride;
       }
       tile_store<1>(o + d, stride);
       tile_store<3>(o + d + 16, stride);
     } else {
       load_tiles<NA, 2>(o + d, stride);
       multiply_tiles<NA, 2>({weights, p_stride * 4}, {weights + 64 * p_stride, p_stride * 4},
-                            {v, pair_stride}, steps, [&] { stream.next(4); });
+                            {v, stride}, steps, [&] { stream.next(4); });
       store_tiles<NA, 2>(o + d, stride);
     }
   }
 }
 
-// value_blocks where all tiles have 16 rows, of rows of V that are not packed: 64 keys and 64 / NA
-// dims of them at a time, in L1 (`words`: kPartWords). Both products then read K and V from L2
-// twice, and nothing of them is written there; O, which is as large as the L1, is read and written
-// once in `count` keys. With tiles of 256 keys and four accumulators, 16 rows of 576 + 512 dims
-// take 0.83 of the time, 4 to 16 rows of 256 dims 0.85 to 0.92, 8 rows of 512 dims 1.01 (least
-// times of one thread of a Xeon, by hand).
-constexpr int kPartWords = 32 * 64;
-template <int NA, int Dim, class ValueRows, class Stream>
-FAJIT_INLINE void value_parts(const ValueRows& v, int count, const int32_t* p, int p_stride,
-                              float* o, int32_t* words, Stream& stream) {
-  constexpr int64_t stride = Dim * 4, dims = 64 / NA;
-  const int last = count - 1;
-#pragma GCC unroll 1
-  for (int d = 0; d < Dim; d += dims) {
-    load_tiles<2, 2>(o + d, stride, NA == 1 ? 128 : 16 * stride);
-#pragma GCC unroll 1
-    for (int n = 0; n < count; n += 64) {
-      const int end = count - n < 64 ? (count - n + 31) / 32 * 32 : 64;
-#pragma GCC unroll 1
-      for (int i = 0; i < end; i += 2) {
-        const int at = n + i;
-        pair_rows<Dim, dims>(v(at < last ? at : last), v(at < last ? at + 1 : last), d,
-                             words + i / 2 * dims);
-      }
-      stream.next(3);
-#pragma GCC unroll 1
-      for (int i = 0; i < end; i += 32) {
-        const int32_t* const weights = p + (n + i) / 2;
-        const int32_t* const part = words + i / 2 * dims;
-        if constexpr (NA == 1) {
-          tile_load<7>(weights, p_stride * 4);
-          tile_load<4>(part, dims * 4);
-          tile_multiply<0, 7, 4>();
-          tile_load<5>(part + 16, dims * 4);
-          tile_multiply<1, 7, 5>();
-          tile_load<6>(part + 32, dims * 4);
-          tile_multiply<2, 7, 6>();
-          tile_load<4>(part + 48, dims * 4);
-          tile_multiply<3, 7, 4>();
-        } else {
-          multiply_tiles<2, 2>(
-              {reinterpret_cast<const char*>(weights), p_stride * 4},
-              {reinterpret_cast<const char*>(weights + 16 * p_stride), p_stride * 4},
-              {reinterpret_cast<const char*>(part), dims * 4}, 1, [] {});
-        }
-      }
-    }
-    store_tiles<2, 2>(o + d, stride, NA == 1 ? 128 : 16 * stride);
+// Weights as `value_dims` takes them. A product of tiles sums over pairs of adjacent elements,
+// which in a row of V are two dims. So a row of weights is there twice, in words whose other half
+// is 0: in the high halves for odd dims and, this many rows further on, in the low halves for even
+// dims. Up to 8 rows of both fill one tile.
+template <int TileRows>
+constexpr int even_weights(int rows) {
+  return rows <= 8 ? 8 : TileRows;
+}
+// Weights of 16 `vectors` keys, in place, for one of `rows` rows; `stride`: words of a row.
+template <int TileRows>
+FAJIT_INLINE void put_word_weights(float* p, int rows, int vectors, int stride) {
+  float* const even = p + even_weights<TileRows>(rows) * stride;
+  for (int n = 0; n < vectors * kLanes; n += kLanes) {
+    vh halves;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(halves) : "v"(load(p + n)));
+    const vi words = (vi) __builtin_convertvector(halves, vu);
+    store(p + n, words << 16);
+    store(even + n, words);
   }
 }
 
-// score_blocks, value_blocks and value_parts for up to 32 rows: one block of 16 or two.
+// o[row][d, d + 32 NB) += sum over `count` keys of p[row] v for rows [0, rows), at most 16, of rows
+// of V where they are. `p`: put_word_weights, zero for keys from `count` on, p_stride words a row;
+// `apart`: words to those for even dims, unless OneTile has both. Zero times a value that is not
+// finite makes NaN of the neighbouring dim, too: then sums are computed again, key by key. Packing
+// pairs of keys in L1 instead took 1.05 to 1.25 times as long (8 requests of 4,096 keys, 256 and
+// 512 dims, 1 to 8 rows, heads of a token side by side, two threads of a Xeon, by hand).
+template <int Dim, int NB, bool OneTile, class ValueRows, class Stream>
+FAJIT_INLINE void value_dims(const ValueRows& v, int count, int d, const int32_t* p, int p_stride,
+                             int apart, int rows, float* o, Stream& stream) {
+  constexpr int forms = OneTile ? 8 : 16;  // rows of sums from odd dims to even ones
+  constexpr int tiles = OneTile ? NB : 2 * NB;
+  static_assert(tiles <= 4);
+  alignas(64) bfloat16_t copy[16 * 32 * NB];
+  alignas(64) float sums[NB][2 * forms][kLanes];
+  tile_zero<0>();
+  tile_zero<1>();
+  tile_zero<2>();
+  tile_zero<3>();
+#pragma GCC unroll 1
+  for (int n = 0; n < count; n += 16) {
+    const TileRows at = tile_rows<Dim, 32 * NB>(v, n, count, d, copy);
+    tile_load<4>(p + n, p_stride * 4);
+    tile_load<6>(at.first, at.stride);
+    tile_multiply<0, 4, 6>();
+    if constexpr (OneTile) {
+      if constexpr (NB > 1) {
+        tile_load<7>(at.first + 64, at.stride);
+        tile_multiply<1, 4, 7>();
+      }
+      if constexpr (NB > 2) {
+        tile_load<5>(at.first + 128, at.stride);
+        tile_multiply<2, 4, 5>();
+      }
+      if constexpr (NB > 3) {
+        tile_load<6>(at.first + 192, at.stride);
+        tile_multiply<3, 4, 6>();
+      }
+    } else {
+      tile_load<5>(p + n + apart, p_stride * 4);
+      tile_multiply<1, 5, 6>();
+      if constexpr (NB > 1) {
+        tile_load<7>(at.first + 64, at.stride);
+        tile_multiply<2, 4, 7>();
+        tile_multiply<3, 5, 7>();
+      }
+    }
+    stream.next((160 * NB + Dim - 1) / Dim);  // a third of the rows, in all passes
+  }
+  float* const all = sums[0][0];
+  tile_store<0>(all, 64);
+  if constexpr (tiles > 1) tile_store<1>(all + 256, 64);
+  if constexpr (tiles > 2) tile_store<2>(all + 512, 64);
+  if constexpr (tiles > 3) tile_store<3>(all + 768, 64);
+
+  vf zero{};
+  for (int i = 0; i < NB; ++i)
+    for (int r = 0; r < rows; ++r)
+      zero += load(sums[i][r]) * 0.0f + load(sums[i][r + forms]) * 0.0f;
+  const bool finite = !any(!(zero == 0.0f));
+  const vi low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};  // see ValueStep
+  for (int i = 0; i < NB; ++i)
+    for (int r = 0; r < rows; ++r) {
+      vf odd = load(sums[i][r]), even = load(sums[i][r + forms]);
+      if (!finite) {
+        odd = even = vf{};
+        for (int n = 0; n < count; ++n) {
+          const vf weight = as_float(broadcast_word(p + r * p_stride + n));
+          const vi words = bfloat16_words<Dim>(v(n), d + 32 * i);
+          even += weight * as_float(words << 16);
+          odd += weight * as_float(words & static_cast<int32_t>(0xffff0000));
+        }
+      }
+      float* const to = o + r * Dim + d + 32 * i;
+      store(to, load(to) + (vf)__builtin_shuffle(even, odd, low));
+      store(to + kLanes, load(to + kLanes) + (vf)__builtin_shuffle(even, odd, low + 2));
+    }
+}
+
+// value_dims of all dims, for up to 32 rows of a tile of TileRows.
+template <int Dim, int TileRows, class ValueRows, class Stream>
+FAJIT_INLINE void values_in_place(const ValueRows& v, int count, const int32_t* p, int rows,
+                                  int p_stride, float* o, Stream& stream) {
+  const auto pass = [&](auto blocks, auto one, int d, int first) __attribute__((always_inline)) {
+    value_dims<Dim, blocks.value, one.value == 1>(
+        v, count, d, p + first * p_stride, p_stride, even_weights<TileRows>(rows) * p_stride,
+        rows - first < 16 ? rows - first : 16, o + first * Dim, stream);
+  };
+  const auto all = [&](auto blocks, auto one, int first) __attribute__((always_inline)) {
+    constexpr int dims = 32 * blocks.value, left = Dim % dims;
+#pragma GCC unroll 1
+    for (int d = 0; d + dims <= Dim; d += dims) pass(blocks, one, d, first);
+    if constexpr (left > 0) pass(Tiles<left / 32>{}, one, Dim - left, first);
+  };
+  if (rows <= 8) return all(Tiles<4>{}, Tiles<1>{}, 0);
+#pragma GCC unroll 1
+  for (int first = 0; first < rows; first += 16) all(Tiles<2>{}, Tiles<0>{}, first);
+}
+
+// score_blocks and value_blocks for up to 32 rows: one block of 16 or two.
 template <int Dim, bool Full, class KeyRows, class Stream, class Between>
 FAJIT_INLINE void tile_few_scores(KeyRows k, int count, const int32_t* qt, int rows, float scale,
                                   float* s, int s_stride, Stream& stream, Between between) {
@@ -286,15 +348,13 @@ FAJIT_INLINE void tile_few_scores(KeyRows k, int count, const int32_t* qt, int r
     score_blocks<1, Dim, Full>(k, count, qt, rows, scale, s, s_stride, stream, between);
   else score_blocks<2, Dim, Full>(k, count, qt, rows, scale, s, s_stride, stream, between);
 }
-// `v`: rows of V. `words`: room for a part of them (Parts), or for pairs of all, `packed` or not
-// yet.
-template <int Dim, bool Parts, class ValueRows, class Stream>
+// `words`: unless Wide, room for the pairs of v, or those that are `packed`.
+template <int Dim, bool Wide, int TileRows, class ValueRows, class Stream>
 FAJIT_INLINE void tile_few_values(const ValueRows& v, [[maybe_unused]] bool packed, int count,
                                   const int32_t* p, int rows, int p_stride, float* o,
-                                  int32_t* words, Stream& stream) {
-  if constexpr (Parts) {
-    if (rows <= 16) value_parts<1, Dim>(v, count, p, p_stride, o, words, stream);
-    else value_parts<2, Dim>(v, count, p, p_stride, o, words, stream);
+                                  [[maybe_unused]] int32_t* words, Stream& stream) {
+  if constexpr (Wide) {
+    values_in_place<Dim, TileRows>(v, count, p, rows, p_stride, o, stream);
   } else {
     if (!packed) PairedValues<Dim, ValueRows>(v, count, words).next(count + 31);
     if (rows <= 16) value_blocks<1, Dim>(words, count, p, p_stride, o, stream);
