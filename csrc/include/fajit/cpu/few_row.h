@@ -9,7 +9,7 @@
 //     after a sum block of keys (kv_walk.h), sums and O are added to the totals
 //   normalise, sink, output_mod, cast
 //
-// On AMX, bf16 uses AMX tiles (amx/few_row.h) from two rows or 256 dims on; kTileQ is up to 32.
+// On AMX, bf16 uses AMX tiles (amx/few_row.h) for any number of rows; kTileQ is up to 32.
 //
 // Rows of K or V are copied to a buffer only when a key_mod or value_mod does more than decode
 // them, when codes have a codebook or groups of channels (latent rows too) and are not multiplied
@@ -78,10 +78,6 @@ class FewRowKernel {
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
   static constexpr bool kIndirect = Config::kIndirect;
   static constexpr bool kKeysOfRows = kIndirect && Hooks::kKeysReadRequest;
-
-  // Up to this many rows are computed with vectors, more with AMX tiles: one row took 5.7 ms with
-  // vectors, two 6.1 with tiles and 7.6 with vectors (8 requests of 4,096 keys, 8 heads, by hand).
-  static constexpr int kVectorRows = kWide ? 0 : 1;
 
   // Codes are multiplied with Q times the scales that their channels have in a block of keys.
   static constexpr bool kFoldsKeys = !kTiles && kWholeKeys && takes_folded<KeyNumbers, K, Q>();
@@ -198,8 +194,7 @@ class FewRowKernel {
       const int keys = tile.end - tile.begin, left = keys + walk.left();
       if (tile.ends_sums) add_to_totals(heads, count);
       if (!tile.follows) {
-        const int least =
-            kTiles && count > kVectorRows ? left > 2 * kTileKv ? kTileKv : kPartialKv : 0;
+        const int least = !kTiles ? 0 : left > 2 * kTileKv ? kTileKv : kPartialKv;
         ahead_k = heads > 1 ? kTileKv : larger_of(kAheadK, least);
         ahead_v = heads > 1 ? kTileKv : larger_of(kAheadV, least);
         start_rows<kTileKv, kBytesK>(k, ahead_k, heads, left);
@@ -317,33 +312,29 @@ class FewRowKernel {
       are_keys = same_rows &&
                  same_numbers<KeyNumbers, ValueNumbers, kTileKv>(key_numbers, value_numbers, keys);
     const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
-    // Products with vectors prefetch on their own.
-    const bool tiles = kTiles && count > kVectorRows;
-    Stream stream(next_k, next_v, tiles ? keys : 0, same_rows);
+    Stream stream(next_k, next_v, keys, same_rows);  // products with vectors prefetch on their own
     const auto fetch = [&]() __attribute__((always_inline)) { next_k.template next<kBytesK>(); };
     // Scores of keys [0, keys) of k, with rows of Q or what Q was folded to.
     const auto multiply_with = [&](auto k, int keys, const Matrix* q, const CodeRow* queries,
                                    float* to) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles) {
-        if (tiles) {
-          // Values in place, or those that are decoded keys, are packed during these products.
-          const bool packs = !kWide && (kValuesInPlace || are_keys);
-          const auto rows = either<kValuesInPlace>(v_src, StridedRows<Matrix>{k_rows_, kDim});
-          PairedValues<kDimV, decltype(rows)> pairs(rows, packs ? keys : 0, pairs_);
-          const auto between = [&]() __attribute__((always_inline)) {
+        // Values in place, or those that are decoded keys, are packed during these products.
+        const bool packs = !kWide && (kValuesInPlace || are_keys);
+        const auto rows = either<kValuesInPlace>(v_src, StridedRows<Matrix>{k_rows_, kDim});
+        PairedValues<kDimV, decltype(rows)> pairs(rows, packs ? keys : 0, pairs_);
+        const auto between = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 1
-            for (int i = 0; i < 16; i += kScoreSteps<kDim>) {
-              if (packs) pairs.next(1);
-              stream.next(1);
-            }
-          };
-          return tile_few_scores<kDim, kWide>(k, keys, s.qt, count, scale, s_, kTileKv, stream,
-                                              between);
-        }
+          for (int i = 0; i < 16; i += kScoreSteps<kDim>) {
+            if (packs) pairs.next(1);
+            stream.next(1);
+          }
+        };
+        return tile_few_scores<kDim, kWide>(k, keys, s.qt, count, scale, s_, kTileKv, stream,
+                                            between);
       }
 #endif
-      with_rows<kTiles ? kVectorRows : kTileRows>(count, [&](auto rows, int groups) {
+      with_rows<kTiles ? 0 : kTileRows>(count, [&](auto rows, int groups) {
         using Read = typename decltype(k)::Element;
         // Several groups never read keys that are converted once.
         if constexpr (kCodeKeys && !same<Read, Matrix>)
@@ -402,11 +393,10 @@ class FewRowKernel {
     const auto accumulate = [&](auto v) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles)
-        if (tiles)
-          return tile_few_values<kDimV, kWide, kTileRows>(
-              v, kValuesInPlace || are_keys, keys, words, count, kTileKv, s.o, pairs_, stream);
+        return tile_few_values<kDimV, kWide, kTileRows>(v, kValuesInPlace || are_keys, keys, words,
+                                                        count, kTileKv, s.o, pairs_, stream);
 #endif
-      with_rows<kTiles ? kVectorRows : kTileRows>(count, [&](auto rows, int groups) {
+      with_rows<kTiles ? 0 : kTileRows>(count, [&](auto rows, int groups) {
         if constexpr (kCodeValues)
           return code_values<ValueNumbers, kDimV, rows.count, kTileRows, kTileKv>(
               value_products_, v, keys, reinterpret_cast<const int8_t*>(s_), weights_, zero_sums_,
