@@ -58,7 +58,7 @@ class FewRowKernel {
                         kDecodesValues = kIsDecoding<ValueNumbers, V>;
   static constexpr bool kKeyChannels = kByChannel<KeyNumbers, K>,
                         kValueChannels = kByChannel<ValueNumbers, V>;
-  static constexpr int kTileKv = round_up(Config::kTileKv, kLanes), kPartialKv = 64;
+  static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
 #if FAJIT_AMX
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
   static constexpr bool kTiles = OnTiles && same<Matrix, bfloat16_t>;
@@ -131,8 +131,7 @@ class FewRowKernel {
   static constexpr int kMaxHeads = kAlone ? 1 : kRows < 8 ? kRows : 8;
 
  private:
-  // Several heads prefetch a tile ahead, AMX tiles at least; those of up to two tiles of keys less:
-  // a window of 100 keys took 1.3 times as long to decode with 256 ahead as with 64.
+  // Several heads prefetch a tile ahead, AMX tiles at least.
   static constexpr int kMostAhead =
       larger_of(kMaxHeads > 1 || kTiles ? kTileKv : 0, larger_of(kAheadK, kAheadV));
   using KvRows = KeysOf<Config, kMostAhead + 2 * kTileKv>;
@@ -184,19 +183,18 @@ class FewRowKernel {
     value_products_ = ValueProducts::template of<ValueNumbers>(c_);
     for (int j = 0; j < heads; ++j) start_head(items[j], head(j), row0, count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
-    KvWalk<Config, Hooks, KvRows, kSumKeys, kPartialKv> walk(c_, w, span, row0, kv_);
+    KvWalk<Config, Hooks, KvRows, kSumKeys> walk(c_, w, span, row0, kv_);
     totals_ = false;
     kv_.follow(next, c_.group_size());
-    int ahead_k = 0, ahead_v = 0;  // rows that are prefetched ahead
+    // Rows that are prefetched ahead.
+    const int ahead_k = heads > 1 ? kTileKv : larger_of(kAheadK, kTiles ? kTileKv : 0);
+    const int ahead_v = heads > 1 ? kTileKv : larger_of(kAheadV, kTiles ? kTileKv : 0);
     for (KvTile tile; walk.next(tile);) {
       const KeyRows k = kv_.keys();
       const ValueRows v = kv_.values();
       const int keys = tile.end - tile.begin, left = keys + walk.left();
       if (tile.ends_sums) add_to_totals(heads, count);
       if (!tile.follows) {
-        const int least = !kTiles ? 0 : left > 2 * kTileKv ? kTileKv : kPartialKv;
-        ahead_k = heads > 1 ? kTileKv : larger_of(kAheadK, least);
-        ahead_v = heads > 1 ? kTileKv : larger_of(kAheadV, least);
         start_rows<kTileKv, kBytesK>(k, ahead_k, heads, left);
         start_rows<kTileKv, kBytesV>(v, ahead_v, heads, left);
       }

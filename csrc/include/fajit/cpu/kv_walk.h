@@ -30,12 +30,11 @@ FAJIT_INLINE int classify_span(const Context& c, const RowSpan& r, int32_t k0, i
 }
 
 // Each tile is passed to `keys.seek`, which in an indirect kernel fills the table of row addresses.
-// Tiles of key lists are classified by the hull of their positions. Where the mask keeps a part of
-// the keys, tiles have PartialKv of them. Tiles end at multiples of kTileKv positions at the
-// latest, as runs and sum blocks do (of a list: after as many tiles): no tile reaches beyond a run,
-// and which keys are of a sum block does not depend on the tiles that other rows need. (The bases
-// of weights may: a partial tile of AMX may be smaller than a full one.)
-template <class Config, class Hooks, class Keys, int SumKeys, int PartialKv = Config::kTileKv>
+// Tiles of key lists are classified by the hull of their positions. Tiles end at multiples of
+// kTileKv positions at the latest, as runs and sum blocks do (of a list: after as many tiles): no
+// tile reaches beyond a run, and which keys are of a sum block does not depend on the tiles that
+// other rows need.
+template <class Config, class Hooks, class Keys, int SumKeys>
 class KvWalk {
  public:
   static constexpr int32_t kRun = 8;  // tiles classified at once
@@ -91,10 +90,6 @@ class KvWalk {
           }
         }
         state = run_state_ == FAJIT_TILE_FULL ? FAJIT_TILE_FULL : classify(at_, stop);
-      }
-      if (PartialKv < Config::kTileKv && state == FAJIT_TILE_PARTIAL && stop - at_ > PartialKv) {
-        stop = at_ + PartialKv;
-        state = classify(at_, stop);
       }
       tile = {at_, stop, state, at_ == reached_, begins(sum_block)};
       at_ = stop;
