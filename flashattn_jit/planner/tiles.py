@@ -209,8 +209,10 @@ def with_cpu_tile(spec: KernelSpec, kind: TileKind) -> KernelSpec:
     matrix = matrix_dtype(spec.target, spec.q_dtype)
     if kind == "few_row":
         tile_q = few_rows(spec.target, spec.q_dtype)
-        long_rows = has_amx(spec.target) and 256 < stored_bytes(spec.head_dim, spec.k_dtype) <= 1024
-        tile_kv = _LONG_ROW_TILE_KV if long_rows else _FEW_ROW_TILE_KV
+        row = stored_bytes(spec.head_dim, spec.k_dtype)
+        tile_kv = _FEW_ROW_TILE_KV
+        if has_amx(spec.target) and 256 < row <= 1024:
+            tile_kv = _LONG_ROW_TILE_KV
         return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=tile_kv)
     tile_q, tile_kv = prefill_tile(spec.target, spec.head_dim, spec.head_dim_v, matrix)
     return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=tile_kv)
