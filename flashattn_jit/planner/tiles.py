@@ -101,10 +101,10 @@ The prefill tile takes 1.06 times as long at 32 rows (benchmarks/cpu_tiles.py)."
 _FEW_ROW_TILE_KV = 64
 
 _LONG_ROW_TILE_KV = 32
-"""The same on CPUs with AMX, where the heads of a token that run together have up to 4 KB, for rows
-of K that reach more than 2 KB: a tile and the one that is prefetched have 512 KB then, not 1 MB. With
-8 heads decoding takes 0.73 (fp32, D96 and D128) and 0.78 (bf16, D256) of the time; with fewer, or
-from L2, the same (2 threads of a Xeon, medians of two processes by turns)."""
+"""The same on CPUs with AMX for rows of K of 257 to 1,024 bytes. The heads of a token that run
+together have up to 4 KB there: a tile and the one that is prefetched then have 512 KB, not 1 MB.
+With 8 heads decoding takes 0.73 (fp32, D96 and D128) and 0.78 (bf16, D256) of the time; with fewer,
+or from L2, the same (2 threads of a Xeon, medians of two processes by turns)."""
 
 
 @dataclass(frozen=True, slots=True)
