@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeGuard
 
 from ..codegen.budget import LIMITS, WARP, register_budget, shared_bytes
 from ..codegen.spec import (
+    CUDA_CODES,
     DTYPE_BYTES,
     AnySpec,
     BuildRequest,
@@ -101,10 +102,11 @@ The prefill tile takes 1.06 times as long at 32 rows (benchmarks/cpu_tiles.py)."
 _FEW_ROW_TILE_KV = 64
 
 _LONG_ROW_TILE_KV = 32
-"""The same on CPUs with AMX for rows of K of 257 to 1,024 bytes. The heads of a token that run
-together have up to 4 KB there: a tile and the one that is prefetched then have 512 KB, not 1 MB.
-With 8 heads decoding takes 0.73 (fp32, D96 and D128) and 0.78 (bf16, D256) of the time; with fewer,
-or from L2, the same (2 threads of a Xeon, medians of two processes by turns)."""
+"""The same on CPUs with AMX for rows of K of 257 to 1,024 bytes, not of codes. The heads of a token
+that run together have up to 4 KB there: a tile and the one that is prefetched then have 512 KB, not
+1 MB. With 8 heads decoding takes 0.73 (fp32, D96 and D128) and 0.78 (bf16, D256) of the time; with
+up to 4 heads the same (2 threads of a Xeon, medians of two processes by turns), but with 16 to 32
+rows of one or two heads of 256 dims 1.05 from memory, 1.05 to 1.2 from L2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +211,9 @@ def with_cpu_tile(spec: KernelSpec, kind: TileKind) -> KernelSpec:
     matrix = matrix_dtype(spec.target, spec.q_dtype)
     if kind == "few_row":
         tile_q = few_rows(spec.target, spec.q_dtype)
-        row = stored_bytes(spec.head_dim, spec.k_dtype)
-        tile_kv = _FEW_ROW_TILE_KV
-        if has_amx(spec.target) and 256 < row <= 1024:
-            tile_kv = _LONG_ROW_TILE_KV
+        coded = {spec.k_dtype, spec.v_dtype} & CUDA_CODES.keys()
+        long_rows = not coded and 256 < stored_bytes(spec.head_dim, spec.k_dtype) <= 1024
+        tile_kv = _LONG_ROW_TILE_KV if long_rows and has_amx(spec.target) else _FEW_ROW_TILE_KV
         return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=tile_kv)
     tile_q, tile_kv = prefill_tile(spec.target, spec.head_dim, spec.head_dim_v, matrix)
     return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=tile_kv)

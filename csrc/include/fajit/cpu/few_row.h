@@ -552,7 +552,7 @@ class FewRowKernel {
   Matrix* q_;       // [head][row][kDim]
   bool totals_;     // whether sums were added to totals
   float* o_;        // [head][row][kDimV], then totals; base_ and sums_ likewise
-  float* s_;        // [row][key] of one head
+  float* s_;        // [row][key] of one head; kWide: then the weights for even dims
   int32_t* qt_;     // [head][block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;

@@ -364,10 +364,11 @@ struct ValueStep<bfloat16_t, Value, Dim> {
 };
 #endif
 
+// A row of zeros, or of codes of finite values, with the most dims.
+alignas(64) inline constexpr char kZeroRow[576 * sizeof(float)] = {};
+
 // Rows of V, as the vectors of a ValueStep from dim `d` on; steps are counted by their first key.
-// An odd last key is paired with zeros: its own values may be infinite, and infinity times a weight
-// of 0 is NaN.
-alignas(64) inline constexpr char kZeroRow[4096] = {};  // also of codes, whose 0 is finite
+// An odd last key is paired with kZeroRow: infinity, which it may have, times a weight of 0 is NaN.
 template <class Step, class ValueRows>
 struct StoredValues {
   using Weight = Dot<typename Step::Weight>;

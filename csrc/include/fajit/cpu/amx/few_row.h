@@ -1,13 +1,13 @@
 // The two products of a few query rows with a tile of keys, on AMX tiles:
 //
-//   scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]     K read in place
-//   values   O[row][dim] += sum_key P[row][key] V[key][dim]   rows of V interleaved by two in L1,
-//   or
-//                                                             where they are from 256 dims on
+//   scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]      K read in place
+//   values   O[row][dim] += sum_key P[row][key] V[key][dim]   rows of V interleaved by two in L1;
+//                                                             from 256 dims on read in place
 //
 // Arguments and results are those of the vector products in few_row_kernel.h (dims of O in the
 // order that `ordered_dims` undoes), but keys are counted in steps of 32: scores and weights need
-// room for them. The time hardly depends on the number of rows, up to 16 in a block.
+// room for them. The time hardly depends on the number of rows, up to 16 in a block, 8 of values
+// that are read in place.
 #pragma once
 #include <fajit/cpu/amx/tiles.h>
 #include <fajit/cpu/few_row_kernel.h>
@@ -221,18 +221,18 @@ FAJIT_INLINE void value_blocks(const int32_t* words, int count, const int32_t* p
   }
 }
 
-// Weights as `value_dims` takes them. A product of tiles sums over pairs of adjacent elements,
-// which in a row of V are two dims. So a row of weights is there twice, in words whose other half
-// is 0: in the high halves for odd dims and, this many rows further on, in the low halves for even
-// dims. Up to 8 rows of both fill one tile.
+// Weights as `value_dims` takes them, a word each. A product of tiles sums over pairs of adjacent
+// elements, which in a row of V are two dims. So a row of weights is there twice, in words whose
+// other half is 0: in the high halves for odd dims, and in the low halves for even dims. The second
+// row is this many rows after the first; up to 8 rows and their second ones fill one tile.
 template <int TileRows>
-constexpr int even_weights(int rows) {
+constexpr int even_distance(int rows) {
   return rows <= 8 ? 8 : TileRows;
 }
 // Weights of 16 `vectors` keys, in place, for one of `rows` rows; `stride`: words of a row.
 template <int TileRows>
 FAJIT_INLINE void put_word_weights(float* p, int rows, int vectors, int stride) {
-  float* const even = p + even_weights<TileRows>(rows) * stride;
+  float* const even = p + even_distance<TileRows>(rows) * stride;
   for (int n = 0; n < vectors * kLanes; n += kLanes) {
     vh halves;
     asm("vcvtneps2bf16 %1, %0" : "=v"(halves) : "v"(load(p + n)));
@@ -242,20 +242,21 @@ FAJIT_INLINE void put_word_weights(float* p, int rows, int vectors, int stride) 
   }
 }
 
-// o[row][d, d + 32 NB) += sum over `count` keys of p[row] v for rows [0, rows), at most 16, of rows
-// of V where they are. `p`: put_word_weights, zero for keys from `count` on, p_stride words a row;
-// `apart`: words to those for even dims, unless OneTile has both. Zero times a value that is not
-// finite makes NaN of the neighbouring dim, too: then sums are computed again, key by key. Packing
-// pairs of keys in L1 instead took 1.05 to 1.25 times as long (8 requests of 4,096 keys, 256 and
-// 512 dims, 1 to 8 rows, heads of a token side by side, two threads of a Xeon, by hand).
+// o[row][d, d + 32 NB) += sum over `count` keys of p[row] v, V read in place, for `rows` rows of p
+// and o, at most 16. `p`: from put_word_weights, zero for keys from `count` on, p_stride words a
+// row; the weights for even dims are in the same tile (OneTile) or `apart` words after those for
+// odd dims. Zero times a value that is not finite makes NaN of the neighbouring dim, too: then sums
+// are computed again, key by key. Packing pairs of keys in L1 instead took 1.05 to 1.25 times as
+// long (8 requests of 4,096 keys, 256 and 512 dims, 1 to 8 rows, heads of a token side by side, two
+// threads of a Xeon, by hand).
 template <int Dim, int NB, bool OneTile, class ValueRows, class Stream>
 FAJIT_INLINE void value_dims(const ValueRows& v, int count, int d, const int32_t* p, int p_stride,
                              int apart, int rows, float* o, Stream& stream) {
-  constexpr int forms = OneTile ? 8 : 16;  // rows of sums from odd dims to even ones
+  constexpr int to_even = OneTile ? 8 : 16;  // rows of sums from odd dims to even ones
   constexpr int tiles = OneTile ? NB : 2 * NB;
   static_assert(tiles <= 4);
   alignas(64) bfloat16_t copy[16 * 32 * NB];
-  alignas(64) float sums[NB][2 * forms][kLanes];
+  alignas(64) float sums[NB][2 * to_even][kLanes];
   tile_zero<0>();
   tile_zero<1>();
   tile_zero<2>();
@@ -299,12 +300,12 @@ FAJIT_INLINE void value_dims(const ValueRows& v, int count, int d, const int32_t
   vf zero{};
   for (int i = 0; i < NB; ++i)
     for (int r = 0; r < rows; ++r)
-      zero += load(sums[i][r]) * 0.0f + load(sums[i][r + forms]) * 0.0f;
+      zero += load(sums[i][r]) * 0.0f + load(sums[i][r + to_even]) * 0.0f;
   const bool finite = !any(!(zero == 0.0f));
   const vi low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};  // see ValueStep
   for (int i = 0; i < NB; ++i)
     for (int r = 0; r < rows; ++r) {
-      vf odd = load(sums[i][r]), even = load(sums[i][r + forms]);
+      vf odd = load(sums[i][r]), even = load(sums[i][r + to_even]);
       if (!finite) {
         odd = even = vf{};
         for (int n = 0; n < count; ++n) {
@@ -324,20 +325,21 @@ FAJIT_INLINE void value_dims(const ValueRows& v, int count, int d, const int32_t
 template <int Dim, int TileRows, class ValueRows, class Stream>
 FAJIT_INLINE void values_in_place(const ValueRows& v, int count, const int32_t* p, int rows,
                                   int p_stride, float* o, Stream& stream) {
-  const auto pass = [&](auto blocks, auto one, int d, int first) __attribute__((always_inline)) {
-    value_dims<Dim, blocks.value, one.value == 1>(
-        v, count, d, p + first * p_stride, p_stride, even_weights<TileRows>(rows) * p_stride,
+  // Tiles<N>: passes over 32 N dims. All rows and their second ones fit one tile for N = 4.
+  const auto pass = [&](auto blocks, auto all, int d, int first) __attribute__((always_inline)) {
+    value_dims<Dim, blocks.value, all.value == 4>(
+        v, count, d, p + first * p_stride, p_stride, even_distance<TileRows>(rows) * p_stride,
         rows - first < 16 ? rows - first : 16, o + first * Dim, stream);
   };
-  const auto all = [&](auto blocks, auto one, int first) __attribute__((always_inline)) {
+  const auto passes = [&](auto blocks, int first) __attribute__((always_inline)) {
     constexpr int dims = 32 * blocks.value, left = Dim % dims;
 #pragma GCC unroll 1
-    for (int d = 0; d + dims <= Dim; d += dims) pass(blocks, one, d, first);
-    if constexpr (left > 0) pass(Tiles<left / 32>{}, one, Dim - left, first);
+    for (int d = 0; d + dims <= Dim; d += dims) pass(blocks, blocks, d, first);
+    if constexpr (left > 0) pass(Tiles<left / 32>{}, blocks, Dim - left, first);
   };
-  if (rows <= 8) return all(Tiles<4>{}, Tiles<1>{}, 0);
+  if (rows <= 8) return passes(Tiles<4>{}, 0);
 #pragma GCC unroll 1
-  for (int first = 0; first < rows; first += 16) all(Tiles<2>{}, Tiles<0>{}, first);
+  for (int first = 0; first < rows; first += 16) passes(Tiles<2>{}, first);
 }
 
 // score_blocks and value_blocks for up to 32 rows: one block of 16 or two.

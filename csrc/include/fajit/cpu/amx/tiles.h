@@ -103,15 +103,15 @@ struct TileRows {
   int64_t stride;
 };
 
-// Bytes from a row to the next of rows [n, n + 16) of K where a tile can load them in place: bf16,
-// evenly spaced. Otherwise 0.
-template <class KeyRows>
-FAJIT_INLINE int64_t even_stride(const KeyRows& k, int n) {
-  if (!same<typename KeyRows::Element, bfloat16_t>) return 0;
-  const auto* const first = k(n);
-  const int64_t stride = k(n + 1) - first;
+// Bytes from a row to the next of rows [n, n + 16) of K or V where a tile can load them in place:
+// bf16, evenly spaced. Otherwise 0.
+template <class Rows>
+FAJIT_INLINE int64_t even_stride(const Rows& rows, int n) {
+  if (!same<typename Rows::Element, bfloat16_t>) return 0;
+  const auto* const first = rows(n);
+  const int64_t stride = rows(n + 1) - first;
   int64_t uneven = 0;
-  for (int i = 2; i < 16; ++i) uneven |= (k(n + i) - first) ^ (i * stride);
+  for (int i = 2; i < 16; ++i) uneven |= (rows(n + i) - first) ^ (i * stride);
   return uneven == 0 ? stride * 2 : 0;
 }
 
