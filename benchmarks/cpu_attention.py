@@ -143,25 +143,40 @@ def causal_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def decode_rows(options: argparse.Namespace) -> list[Row]:
-    """One query row per head: share of the machine's read bandwidth, and speedup over torch."""
+    """One query row per head: share of the machine's read bandwidth, and speedup over torch.
+
+    Keys of a head lie together, or the heads of a token side by side, as in a paged cache.
+    """
     machine = peak(torch.get_num_threads())
     rows = []
-    for dtype_name, dtype in _DTYPES.items():
-        q = torch.randn(8, 32, 1, 128).to(dtype)
-        k, v = (torch.randn(8, 8, 4096, 128).to(dtype) for _ in range(2))
-        size = kv_bytes(8 * 4096, 8, 128, dtype.itemsize)
+    heads_apart = [(name, 128, (32, 8), False) for name in _DTYPES]
+    side_by_side = [
+        ("fp32", 128, (32, 8), True),
+        ("bf16", 256, (32, 8), True),
+        ("bf16", 256, (8, 4), True),
+    ]
+    for dtype_name, dim, (q_heads, kv_heads), adjacent in heads_apart + side_by_side:
+        dtype = _DTYPES[dtype_name]
+        shape = (8, 4096, kv_heads, dim) if adjacent else (8, kv_heads, 4096, dim)
+        stored = [torch.randn(shape).to(dtype) for _ in range(2)]
+        q = torch.randn(8, q_heads, 1, dim).to(dtype)
+        k, v = (x.transpose(1, 2) for x in stored) if adjacent else stored
+        size = kv_bytes(8 * 4096, kv_heads, dim, dtype.itemsize)
 
-        def read(k: Tensor = k, v: Tensor = v) -> None:
-            machine.read(k)
-            machine.read(v)
+        def read(stored: list[Tensor] = stored) -> None:
+            for x in stored:
+                machine.read(x)
 
         ours = partial(fa.attention, q, k, v)
         times = interleave({"ours": ours, "read": read}, options.pairs, rest=_REST_S)
         value, spread = ratio(times["read"], times["ours"], 100.0)
         rate, top = size / median(times["ours"]) / 1e9, size / median(times["read"]) / 1e9
-        case = f"{dtype_name} decode B8 32/8 heads kv4096 D128"
+        layout = ", side by side" * adjacent
+        case = f"{dtype_name} decode B8 {q_heads}/{kv_heads} heads{layout} kv4096 D{dim}"
         claim, detail = f"{case}: share of read bandwidth", f"{rate:.1f} of {top:.1f} GB/s"
         rows.append(Row(claim, _DECODE_GOAL, value, "%", "higher", spread, detail))
+        if adjacent:
+            continue
         peers = decode_peers(q, k, v)
         times = interleave({"ours": ours, **peers}, max(3, options.pairs // 4))
         fastest = min(peers, key=lambda name: median(times[name]))

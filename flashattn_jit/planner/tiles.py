@@ -105,7 +105,7 @@ _LONG_ROW_TILE_KV = 32
 """The same on CPUs with AMX for rows of K of 257 to 1,024 bytes, not of codes. The heads of a token
 that run together have up to 4 KB there: a tile and the one that is prefetched then have 512 KB, not
 1 MB. With 8 heads decoding takes 0.73 (fp32, D96 and D128) and 0.78 (bf16, D256) of the time; with
-up to 4 heads the same (2 threads of a Xeon, medians of two processes by turns), but with 16 to 32
+up to 4 heads the same (2 threads of a Xeon, two processes by turns, by hand), but with 16 to 32
 rows of one or two heads of 256 dims 1.05 from memory, 1.05 to 1.2 from L2."""
 
 

@@ -12,7 +12,7 @@ from tests.ops.cases import HOST_TARGETS
 
 INF, NAN = math.inf, math.nan
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 65, 130)  # last keys in every place of pairs and tiles
-ROWS = (1, 2, 5, 9, 17, 40)  # of vectors, of one tile, of two, of prefill
+ROWS = (1, 2, 5, 9, 17, 40)  # on AMX: of one tile, of two, of two blocks, of prefill
 
 
 def keys_and_values(length: int, dims: tuple[int, int], apart: int) -> tuple[torch.Tensor, ...]:

@@ -59,6 +59,7 @@ FAJIT_INLINE void pack_queries(const bfloat16_t* q, int count, int32_t* qt) {
 template <int Dim, class ValueRows>
 class PairedValues {
   using Value = typename ValueRows::Element;
+  static_assert(Dim * sizeof(Value) <= sizeof kZeroRow);
 
  public:
   FAJIT_INLINE PairedValues(const ValueRows& v, int count, int32_t* words)
